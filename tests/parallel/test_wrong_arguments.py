@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import shardwright as sw
 from shardwright.context import DeviceMeshParameters, submesh
 from shardwright.errors import LayoutError, MeshError, ParallelError, ShardwrightError
+from shardwright.moe import MoELayer
 from shardwright.parallel import (
     cut_sequence,
     differing_buffers,
@@ -66,6 +68,39 @@ def _no_modules() -> None:
 def test_every_verb_refuses_what_is_no_module_and_what_has_no_shape(ranks: Ranks) -> None:
     """They had been an AttributeError of whatever was asked first, or an error of torch half way."""
     ranks(2, _no_modules)
+
+
+def _of_one_rank(verb: str) -> tuple[str, bool]:
+    mesh, wrong = rank_mesh((2,), ("tp",)), dist.get_rank() == 1
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), MoELayer(4, 4, num_experts=2, top_k=1))
+    if wrong and verb == "batch norm":
+        model[0].forward = str
+    calls: dict[str, Callable[[], object]] = {
+        "fsdp": lambda: parallelize_fsdp(model, mesh, reshard_after_forward="no" if wrong else None),
+        "hsdp": lambda: parallelize_hsdp(model, mesh, "dp" if wrong else "tp"),
+        "replicate": lambda: parallelize_replicate(model, mesh, src_data_rank=7 if wrong else 0),
+        "context": lambda: parallelize_context(model, mesh, attention="rings" if wrong else "auto"),
+        "tensor": lambda: parallelize_tensor(model, mesh, {} if wrong else {"1": "colwise"}),
+        "pipeline": lambda: parallelize_pipeline(model, mesh, ["9" if wrong else "1"]),
+        "experts": lambda: parallelize_expert_parallel(model, mesh, "ep" if wrong else "tp"),
+        "batch norm": lambda: parallelize_batch_norm(model, mesh),
+        "dropout": lambda: logical_dropout(None if wrong else model, mesh),  # type: ignore[arg-type]
+    }
+    with pytest.raises(ShardwrightError) as refused:
+        calls[verb]()
+    return str(refused.value), any(isinstance(p, TorchDTensor) for p in model.parameters())
+
+
+def _of_each(verbs: list[str]) -> list[tuple[str, bool]]:
+    return [_of_one_rank(verb) for verb in verbs]
+
+
+def test_arguments_of_one_rank_alone_are_refused_on_all(ranks: Ranks) -> None:
+    """The others had waited for it, or gone on to what it never came to."""
+    verbs = ["fsdp", "hsdp", "replicate", "context", "tensor", "pipeline", "experts", "dropout", "batch norm"]
+    for first, second in zip(*ranks(2, _of_each, verbs, timeout=30), strict=True):
+        assert first[1] is second[1] is False
+        assert f"rank 1 cannot go on; nothing was changed\n  there: {second[0]}" in first[0]
 
 
 def _of_fsdp() -> None:

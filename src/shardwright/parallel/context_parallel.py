@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError, refuse_other_kind, words_of
 from shardwright.parallel.expert import spread_over
-from shardwright.parallel.meshes import is_other_view, named_axes, refuse_twice
-from shardwright.parallel.same_model import refuse_other_models
+from shardwright.parallel.meshes import is_other_view, named_axes, one_axis, refuse_twice
+from shardwright.parallel.same_model import agreed
 from shardwright.parallel.sequence_scope import SequenceScope, find_scope
 from shardwright.parallel.swap import replace_parameters
 from shardwright.placement.base import Partition, Replicate
@@ -69,23 +69,20 @@ def parallelize_context(
         its queries, keys, values and results. Gradients of parameters are pending until somebody sums them.
     Source: Liu, Zaharia, Abbeel, arXiv 2310.01889; Jacobs et al., arXiv 2309.14509.
     """
-    axis = _one_axis(mesh, module)
-    _check_words(attention, output)
-    _check_placement(placement)
-    _check_once(module, axis)
-    refuse_source(mesh, src_data_rank)
-    if not isinstance(cut, Mapping | None):
-        raise ParallelError(f"parallelize_context: cut={cut!r:.60}; give {{argument: dim of its sequence}}")
-    scope = SequenceScope(axis, dict(cut or {}), placement, Asked(attention, stated=True), output)
-    scope.check_arguments(module)
-    said = {
-        "attention": attention,
-        "cut": cut,
-        "placement": placement,
-        "output": output,
-        "src": src_data_rank,
-    }
-    refuse_other_models("parallelize_context", module, mesh, options=said)
+    with agreed("parallelize_context", module, mesh) as said:
+        axis = one_axis(mesh, "parallelize_context", module, "cp")
+        _check_words(attention, output)
+        _check_placement(placement)
+        _check_once(module, axis)
+        refuse_source(mesh, src_data_rank)
+        if not isinstance(cut, Mapping | None):
+            raise ParallelError(
+                f"parallelize_context: cut={cut!r:.60}; give {{argument: dim of its sequence}}"
+            )
+        scope = SequenceScope(axis, dict(cut or {}), placement, Asked(attention, stated=True), output)
+        scope.check_arguments(module)
+        words = {"attention": attention, "cut": cut, "placement": placement, "output": output}
+        said.options = {**words, "src": src_data_rank}
     with ties_kept(module, "parallelize_context"):
         homes: set[DeviceMesh] = set()
 
@@ -133,13 +130,6 @@ def cut_sequence(
     if not isinstance(batch, Tensor) or batch.ndim <= dim or isinstance(batch, TorchDTensor):
         return batch
     return distribute_tensor(batch, mesh, placed, src_data_rank=None)
-
-
-def _one_axis(mesh: DeviceMesh, module: nn.Module) -> str:
-    axes = named_axes(mesh, "parallelize_context", module)
-    if len(axes) != 1:
-        raise ParallelError(f"parallelize_context takes one axis, got {axes}; slice the mesh: mesh['cp']")
-    return axes[0]
 
 
 def _check_placement(placement: object, verb: str = "parallelize_context") -> None:

@@ -14,7 +14,7 @@ from shardwright.moe.layer import MoELayer
 from shardwright.parallel.meshes import named_axes, refuse_other_order
 from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.place import place_parameters
-from shardwright.parallel.same_model import refuse_other_models
+from shardwright.parallel.same_model import agreed
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
@@ -129,13 +129,15 @@ def parallelize_expert_parallel(
         parameters; nothing has been changed then.
     Cost: an all-reduce of 40 bytes over each axis, once; see `ShardMoESparseExpertsParallel`.
     """
-    named_axes(mesh_experts, "parallelize_expert_parallel", module)
-    refuse_other_models("parallelize_expert_parallel", module, mesh_experts)
-    layers = [child for child in module.modules() if isinstance(child, MoELayer)]
-    if not layers and not is_cut(module):
-        raise ParallelError(f"parallelize_expert_parallel: no MoELayer inside {type(module).__name__}")
-    for layer in layers:
-        check_layer(layer, mesh_experts, expert_shard_dim)
+    verb = "parallelize_expert_parallel"
+    with agreed(verb, module, mesh_experts) as said:
+        named_axes(mesh_experts, verb, module)
+        said.options = {"expert_shard_dim": expert_shard_dim}
+        layers = [child for child in module.modules() if isinstance(child, MoELayer)]
+        if not layers and not is_cut(module):
+            raise ParallelError(f"{verb}: no MoELayer inside {type(module).__name__}")
+        for layer in layers:
+            check_layer(layer, mesh_experts, expert_shard_dim)
     style = ShardMoESparseExpertsParallel(expert_shard_dim)
     with unchanged_on_error(module):
         for layer in layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -28,7 +29,7 @@ from shardwright.parallel.expert import spread_over
 from shardwright.parallel.fully_shard_arguments import by_name
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_order, refuse_twice
 from shardwright.parallel.place import local_plain, place_parameters
-from shardwright.parallel.same_model import refuse_other_models
+from shardwright.parallel.same_model import Said, agreed
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
 from shardwright.parallel.sharded_layouts import beside_in, goes_within, sharded_layouts
 from shardwright.parallel.sharded_running import (
@@ -82,56 +83,69 @@ def parallelize_fsdp(
         and a reduce-scatter of its gradients.
     Source: torch's `fully_shard`.
     """
-    unit, options = one_unit(module), by_name(fully_shard_args, fully_shard_kwargs)
-    axes = named_axes(mesh, "parallelize_fsdp", unit, options["ignored_params"])
-    if len(axes) > 2:
-        raise ParallelError(
-            f"parallelize_fsdp takes one or two axes, got {axes}; "
-            f"place {axes[1]!r} with parallelize_replicate first"
-        )
-    shard_over(unit, mesh, axes, options)
+    unit = one_unit(module)
+    with agreed("parallelize_fsdp", unit, mesh) as said:
+        options = by_name(fully_shard_args, fully_shard_kwargs)
+        axes = named_axes(mesh, "parallelize_fsdp", unit, options["ignored_params"])
+        if len(axes) > 2:
+            raise ParallelError(
+                f"parallelize_fsdp takes one or two axes, got {axes}; "
+                f"place {axes[1]!r} with parallelize_replicate first"
+            )
+        asked = asked_of(unit, mesh, axes, options, said)
+    shard_over(unit, mesh, asked)
     return module
 
 
-def shard_over(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    axes: tuple[str, ...],
-    fully_shard_kwargs: dict[str, Any],
-    verb: str = "parallelize_fsdp",
-) -> None:
-    """Shard the parameters of a unit over the last of `axes`, replicate them over the others; see above."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a call asks for, looked at.
+
+    Args: left_alone: parameters that it does not place. answers: those of `shard_placement_fn`.
+    """
+
+    axes: tuple[str, ...]
+    left_alone: set[nn.Parameter]
+    answers: Mapping[Any, Any]
+    options: dict[str, Any]
+
+
+def asked_of(
+    module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], options: dict[str, Any], said: Said
+) -> Asked:
+    """Sharding over the last of `axes`, looked at; says to the other ranks what it is.
+
+    Raises: ParallelError: what cannot be.
+    """
     for each in members(module):
         _refuse_unit(each, axes[-1])
         _refuse_container(each)
     refuse_other_order(mesh, axes[-1], "parallelize_fsdp")
-    if not members(module):
-        return
     shard_mesh = on_axes(mesh, axes[-1:])
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     elsewhere = [slot for slot in slots if _is_elsewhere(slot, mesh, shard_mesh)]
-    not_asked = spread_over(module, mesh) | fully_shard_kwargs.pop("ignored_params")
+    not_asked = spread_over(module, mesh) | options.pop("ignored_params")
     left_alone = not_asked.union(slot.get() for slot in elsewhere)
     taken = [slot for slot in slots if slot.get() not in left_alone]
-    refuse_other_models(
-        verb,
-        module,
-        mesh,
-        options=fully_shard_kwargs,
-        left_alone=left_alone,
-        cut=dict.fromkeys(slot.get() for slot in taken if slot.get().ndim),
-        over=axes[-1],
-    )
+    said.options, said.left_alone, said.over = {**options}, left_alone, axes[-1]
+    said.cut = dict.fromkeys(slot.get() for slot in taken if slot.get().ndim)
     _refuse_partly_sharded(module, mesh, axes)
     _refuse_partly_cut(module, shard_mesh, left_alone)
     _refuse_shared_with_another_unit(module)
     _refuse_twice(slots, axes, left_alone)
     _refuse_what_torch_cannot(taken)
-    _refuse_fewer_ranks(taken, fully_shard_kwargs.get("reshard_after_forward"), shard_mesh.size())
+    _refuse_fewer_ranks(taken, options.get("reshard_after_forward"), shard_mesh.size())
     refuse_placed_elsewhere(taken, module, "parallelize_fsdp")
-    ask = fully_shard_kwargs.pop("shard_placement_fn", None)
+    ask = options.pop("shard_placement_fn", None)
     _refuse_named([slot for slot in elsewhere if slot.get() not in not_asked], ask)
-    answers = _answers(taken, ask, shard_mesh)
+    return Asked(axes, left_alone, _answers(taken, ask, shard_mesh), options)
+
+
+def shard_over(module: nn.Module, mesh: DeviceMesh, asked: Asked) -> None:
+    """Shard the parameters of a unit over the last of the axes, replicate them over the others."""
+    if not members(module):
+        return
+    axes, left_alone, shard_mesh = asked.axes, asked.left_alone, on_axes(mesh, asked.axes[-1:])
     watch_steps()
     with ties_kept(module, "parallelize_fsdp"):
         if rest := axes[:-1]:
@@ -144,7 +158,7 @@ def shard_over(
         # torch finds units inside by one path; a module that is registered by another it would take again.
         inside = {slot.get() for slot in slots_of(module) if unit_of(slot.get()) == axes[-1]}
         ignored = {"ignored_params": left_alone | scalars | inside}
-        _shard(module, shard_mesh, slots, answers, {**fully_shard_kwargs, **ignored})
+        _shard(module, shard_mesh, slots, asked.answers, {**asked.options, **ignored})
 
 
 def _answers(slots: Sequence[Slot], ask: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Any]:

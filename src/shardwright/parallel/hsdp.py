@@ -7,9 +7,10 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import ParallelError
-from shardwright.parallel.fsdp import shard_over
+from shardwright.parallel.fsdp import asked_of, shard_over
 from shardwright.parallel.fully_shard_arguments import by_name
 from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.same_model import agreed
 from shardwright.parallel.several import Modules, one_unit
 
 
@@ -29,9 +30,12 @@ def parallelize_hsdp(
     Cost: as `parallelize_fsdp`, and an all-reduce of the sharded gradients over the replicated axes.
     """
     unit = one_unit(module)
-    axes = named_axes(mesh, "parallelize_hsdp", unit)
-    if shard_dim not in axes:
-        raise ParallelError(f"parallelize_hsdp: the mesh has no axis {shard_dim!r}; its axes are {axes}")
-    others = tuple(axis for axis in axes if axis != shard_dim)
-    shard_over(unit, mesh, (*others, shard_dim), by_name((), fully_shard_kwargs), "parallelize_hsdp")
+    with agreed("parallelize_hsdp", unit, mesh) as said:
+        options = by_name((), fully_shard_kwargs)
+        axes = named_axes(mesh, "parallelize_hsdp", unit, options["ignored_params"])
+        if shard_dim not in axes:
+            raise ParallelError(f"parallelize_hsdp: the mesh has no axis {shard_dim!r}; its axes are {axes}")
+        others = tuple(axis for axis in axes if axis != shard_dim)
+        asked = asked_of(unit, mesh, (*others, shard_dim), options, said)
+    shard_over(unit, mesh, asked)
     return module

@@ -22,7 +22,8 @@ from shardwright.context.randomness import LOGICAL
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError, RuleError
 from shardwright.layout.mesh_shape import as_mesh_shape
-from shardwright.parallel.meshes import named_axes, refuse_other_order
+from shardwright.parallel.meshes import one_axis, refuse_other_order
+from shardwright.parallel.same_model import agreed
 from shardwright.tensor.random.logical_mode import LogicalMode
 from shardwright.tensor.random.mode import random_mode
 from shardwright.tensor.random.rows import BatchRows, enter, leave
@@ -55,23 +56,20 @@ def logical_dropout(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         that are not in the same state on all ranks (`context.seed(seed, dropout="logical")`), no tensor among
         the arguments. RuleError: a mask whose first dim is no multiple of the rows, a kernel that drops
         inside, a function (no module) with dropout that is checkpointed.
-    Cost: an all-gather of 16 bytes per call of the module, and a broadcast of 5 KB where a rank has no rows
-        (torch's dropout of nothing draws nothing, so it takes over the generator of one that has some); a
-        mask costs several times torch's.
+    Cost: an all-reduce of 40 bytes, once. An all-gather of 16 bytes per call of the module, and a broadcast
+        of 5 KB where a rank has no rows (torch's dropout of nothing draws nothing, so it takes over the
+        generator of one that has some); a mask costs several times torch's.
     Source: Salmon and others, SC11, section 3.3.
     """
-    axes = named_axes(mesh, "logical_dropout", module)
-    if len(axes) != 1:
-        raise ParallelError(
-            f'logical_dropout takes one axis, got {axes}; take context.mesh_for("batch")["dp"]'
-        )
-    refuse_other_order(mesh, axes[0], "logical_dropout")
-    for path, child in module.named_modules():
-        if hasattr(child, LOGICAL):
-            raise ParallelError(
-                f"logical_dropout: {path or 'the module'} draws its masks by logical index already; apply it "
-                "once"
-            )
+    with agreed("logical_dropout", module, mesh):
+        axis = one_axis(mesh, "logical_dropout", module, "dp")
+        refuse_other_order(mesh, axis, "logical_dropout")
+        for path, child in module.named_modules():
+            if hasattr(child, LOGICAL):
+                raise ParallelError(
+                    f"logical_dropout: {path or 'the module'} draws its masks by logical index already; "
+                    "apply it once"
+                )
     scope = _RowsOfModule(mesh)
     setattr(module, LOGICAL, scope)
     module.register_forward_pre_hook(scope.begin, with_kwargs=True)

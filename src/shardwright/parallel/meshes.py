@@ -66,6 +66,14 @@ def named_axes(
     return axis_names(mesh)
 
 
+def one_axis(mesh: DeviceMesh, verb: str, module: object, of: str) -> str:
+    """The axis of a mesh of one; its errors are those of `named_axes`, and several.  of: an axis to slice."""
+    axes = named_axes(mesh, verb, module)
+    if len(axes) != 1:
+        raise ParallelError(f"{verb} takes one axis, got {axes}; slice the mesh: mesh[{of!r}]")
+    return axes[0]
+
+
 def refuse_other_order(mesh: DeviceMesh, axis: str, verb: str) -> None:
     """Raise ParallelError where ranks do not ascend along the axis; on all ranks, also for a slice.
 

@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import ParallelError
-from shardwright.parallel.meshes import named_axes, refuse_other_order
+from shardwright.parallel.meshes import one_axis, refuse_other_order
 from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Stages, read_places
 from shardwright.parallel.pipeline.schedules import rank_of_stage
 from shardwright.parallel.pipeline.split import refuse_placed, take_apart
-from shardwright.parallel.same_model import refuse_other_models
+from shardwright.parallel.same_model import agreed
 
 
 def parallelize_pipeline(
@@ -42,14 +42,12 @@ def parallelize_pipeline(
         device.
     Source: GPipe, arXiv 1811.06965; 1F1B: PipeDream, arXiv 2006.09503; interleaved: arXiv 2104.04473.
     """
-    if hasattr(module, ATTRIBUTE):
-        raise ParallelError(f"{VERB}: {type(module).__name__} is cut into stages already; cut it once")
-    axes = named_axes(mesh, VERB, module)
-    if len(axes) != 1:
-        raise ParallelError(f"{VERB} takes one axis, got {axes}; slice the mesh: mesh['pp']")
-    refuse_other_order(mesh, axes[0], VERB)
-    refuse_other_models(VERB, module, mesh, options={"cuts": cuts, "stages": stages})
-    refuse_placed(module, mesh)
-    places = read_places(module, cuts, {} if stages is None else stages)
+    with agreed(VERB, module, mesh) as said:
+        said.options = {"cuts": cuts, "stages": stages}
+        if hasattr(module, ATTRIBUTE):
+            raise ParallelError(f"{VERB}: {type(module).__name__} is cut into stages already; cut it once")
+        refuse_other_order(mesh, one_axis(mesh, VERB, module, "pp"), VERB)
+        refuse_placed(module, mesh)
+        places = read_places(module, cuts, {} if stages is None else stages)
     take_apart(module, mesh, places, rank_of_stage(places.stages, mesh.size()))
     return module

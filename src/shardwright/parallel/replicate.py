@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.place import place_parameters
-from shardwright.parallel.same_model import refuse_other_models
+from shardwright.parallel.same_model import agreed
 from shardwright.placement.base import Replicate
 from shardwright.tensor.distribute import refuse_source
 
@@ -29,11 +29,11 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, src_data_rank:
     Cost: an all-reduce of 40 bytes and a broadcast of the parameters per axis, once; nothing per step (the
         synchroniser's all-reduce).
     """
-    axes = named_axes(mesh, "parallelize_replicate", module)
-    refuse_source(mesh, src_data_rank)
-    experts = spread_over(module, mesh)
-    said = {"src_data_rank": src_data_rank}
-    refuse_other_models("parallelize_replicate", module, mesh, options=said, left_alone=experts)
+    with agreed("parallelize_replicate", module, mesh) as said:
+        axes = named_axes(mesh, "parallelize_replicate", module)
+        refuse_source(mesh, src_data_rank)
+        experts = spread_over(module, mesh)
+        said.options, said.left_alone = {"src_data_rank": src_data_rank}, experts
     whole = (Replicate(),) * len(axes)
     place_parameters(module, mesh, whole, axes, src_data_rank=src_data_rank, skip=experts.__contains__)
     return module

@@ -1,4 +1,4 @@
-"""Ranks that place parameters over one mesh have the same parameters: compared before the first is placed.
+"""Strategies look at their own arguments, then ranks compare what they are to place, then it is placed.
 
 What differs would be broadcast into memory of another size, or cut into parts of different tensors, and be
 noticed a step later by nobody but the backend. One number each is compared; what it stands for is told only
@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from types import NoneType
@@ -35,7 +35,7 @@ from shardwright.parallel.place import local_plain
 from shardwright.placement.base import Placement
 
 _REASON = "compare the parameters to place"
-_NO_MORE = "no more parameters"
+_NO_MORE, _ERROR = "no more parameters", "error: "
 _SAMPLES = 16  # of each parameter: who draws from another stream differs in all of them
 _SHOWN = 8
 _FIX = (
@@ -66,42 +66,59 @@ def compared_before() -> Iterator[None]:
         _here.trusted = before
 
 
-def refuse_other_models(
-    verb: str,
-    module: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    options: Mapping[str, Any] | None = None,
-    left_alone: Collection[nn.Parameter] = (),
-    cut: Iterable[nn.Parameter] = (),
-    over: str = "",
-) -> None:
-    """Raise ParallelError, the same on all ranks of `mesh`, unless they place the same parameters alike.
-
-    Compared are names and their order, shapes, dtypes, `requires_grad`, which are tied, which axes place them
-    already, and the options. Values are not, for a checkpoint may be loaded afterwards: where ranks keep
-    parts of other values, that is said once.
+@dataclass
+class Said:
+    """What a call of a strategy says to the other ranks, filled in while its own arguments are looked at.
 
     Args:
+        options: those of the call.
         left_alone: parameters that this call does not place: a rank may have some of its own.
         cut, over: those of which each rank of this axis keeps a part of its own.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    left_alone: Collection[nn.Parameter] = ()
+    cut: Iterable[nn.Parameter] = ()
+    over: str = ""
+
+
+@contextmanager
+def agreed(verb: str, module: Any, mesh: Any) -> Iterator[Said]:
+    """Inside, a strategy looks at its own arguments; after it all ranks of `mesh` go on, or all raise.
+
+    Compared are names of parameters and their order, shapes, dtypes, `requires_grad`, which are tied, which
+    axes place them already, and the options. Values are not, for a checkpoint may be loaded afterwards: where
+    ranks keep parts of other values, that is said once.
+
+    Args: module, mesh: as they were given; what is none is an error that is raised inside.
+    Raises: ParallelError: the ranks differ, or one of them could not go on, which raises its own error.
     Cost: an all-reduce of 40 bytes over each axis; a few elements of each of `cut` are read.
     """
-    nobody_answers = isinstance(torch.empty(0), FakeTensor)
-    if _here.trusted or nobody_answers or mesh.get_coordinate() is None:
-        return
-    facts = _facts(module, options or {}, set(left_alone))
-    are_same, values_are = _compared(_digest("\n".join(facts).encode()), _sampled(cut), mesh, over)
-    if not are_same:
-        _refuse(verb, facts, mesh)
-    if not values_are:
-        _warn(over)
+    said, error = Said(), None
+    try:
+        yield said
+    except Exception as failed:  # noqa: BLE001  whatever it is, the other ranks wait
+        error = failed
+    if not (_here.trusted or isinstance(torch.empty(0), FakeTensor) or _is_alone(mesh)):
+        facts = _facts(module, said) if error is None else [f"{_ERROR}{error}"]
+        values = _sampled(said.cut)
+        are_same, values_are = _compared(_digest("\n".join(facts).encode()), values, mesh, said.over)
+        if not are_same:
+            _refuse(verb, facts, mesh, error)
+        if not values_are:
+            _warn(said.over)
+    if error is not None:
+        raise error
 
 
-def _facts(module: nn.Module, options: Mapping[str, Any], left_alone: set[nn.Parameter]) -> list[str]:
+def _is_alone(mesh: object) -> bool:
+    return not isinstance(mesh, DeviceMesh) or mesh.get_coordinate() is None
+
+
+def _facts(module: nn.Module, said: Said) -> list[str]:
     """What must be the same: a line of the options, and one for each name of a parameter."""
-    first: dict[nn.Parameter, str] = {}
-    lines = [f"options: {told_alike(options)}"]
+    first, left_alone = dict[nn.Parameter, str](), set(said.left_alone)
+    lines = [f"options: {told_alike(said.options)}"]
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter in left_alone:
             continue
@@ -175,15 +192,21 @@ def _compared(what: int, values: int, mesh: DeviceMesh, over: str) -> tuple[bool
     return high == -low, not differ
 
 
-def _refuse(verb: str, facts: list[str], mesh: DeviceMesh) -> None:
-    """Raise ParallelError with the first difference, and what each rank has. Collective over the mesh."""
+def _refuse(verb: str, facts: list[str], mesh: DeviceMesh, error: Exception | None) -> None:
+    """Raise the error of this rank, or of the first that has one, or the first difference. Collective."""
     known = [(dist.get_rank(), facts)]
     for _, group in groups_above_one(mesh):
         everybody: list[list[tuple[int, list[str]]]] = [[] for _ in range(group.size())]
         with because(_REASON):
             dist.all_gather_object(everybody, known, group=group)
         known = [each for some in everybody for each in some]
+    if error is not None:
+        raise error
     known.sort(key=lambda each: each[0])
+    for rank, lines in known:
+        if lines[0].startswith(_ERROR):
+            why = lines[0].removeprefix(_ERROR)
+            raise ParallelError(f"{verb}: rank {rank} cannot go on; nothing was changed\n  there: {why}")
     longest = max(len(lines) for _, lines in known)
     at = next(i for i in range(longest) if len({_line(lines, i) for _, lines in known}) > 1)
     listed = [f"  rank {rank}  {_line(lines, at)}" for rank, lines in known[:_SHOWN]]

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwright.errors import ParallelError, refuse_other_kind
-from shardwright.parallel.meshes import named_axes
+from shardwright.parallel.meshes import one_axis
 from shardwright.parallel.pipeline.mark import is_elsewhere, refuse_cut
 from shardwright.parallel.plan_of_styles import Styles, apply_styles
-from shardwright.parallel.same_model import refuse_other_models
+from shardwright.parallel.same_model import agreed
 from shardwright.parallel.swap import put_all, replace_parameters
 from shardwright.parallel.tensor.bring import brought_plan
 from shardwright.parallel.tensor.by_words import place_by_words
@@ -64,37 +64,43 @@ def parallelize_tensor(
         halves) per pair of cut layers and pass; as the styles say.
     Source: Megatron-LM, arXiv 1909.08053, section 3; of sequence parallelism arXiv 2205.05198, section 4.
     """
-    axes = named_axes(mesh, "parallelize_tensor", module)
-    if len(axes) != 1:
-        raise ParallelError(f"parallelize_tensor takes one axis, got {axes}; slice the mesh: mesh['tp']")
-    if is_elsewhere(module):
-        return module
-    refuse_cut(module, "parallelize_tensor")
-    refuse_source(mesh, src_data_rank)
-    name, fix = "parallelize_tensor: sequence_parallel", "True or False"
-    refuse_other_kind(name, sequence_parallel, bool, ParallelError, fix=fix)
-    said = {"sequence_parallel": sequence_parallel, "src_data_rank": src_data_rank, "plan": parallelize_plan}
-    refuse_other_models("parallelize_tensor", module, mesh, options=said)
-    plan = _as_mapping(parallelize_plan)
-    kinds = {_kind(value) for value in plan.values()} if plan is not None else {str}
-    if not kinds or (ParallelStyle in kinds and len(kinds) > 1):
-        raise ParallelError(
-            "parallelize_tensor: the plan names styles, or words and placements, at least one and not both"
-        )
-    if sequence_parallel and str not in kinds:
-        raise ParallelError(
-            "parallelize_tensor: sequence_parallel=True goes with a plan of words ('auto', 'colwise', ...); "
-            "among torch's styles it is SequenceParallel and its kin"
-        )
+    with agreed("parallelize_tensor", module, mesh) as said:
+        one_axis(mesh, "parallelize_tensor", module, "tp")
+        refuse_source(mesh, src_data_rank)
+        name, fix = "parallelize_tensor: sequence_parallel", "True or False"
+        refuse_other_kind(name, sequence_parallel, bool, ParallelError, fix=fix)
+        how = {"sequence_parallel": sequence_parallel, "src_data_rank": src_data_rank}
+        said.options = {**how, "plan": parallelize_plan}
+        if is_elsewhere(module):
+            return module
+        refuse_cut(module, "parallelize_tensor")
+        plan = _as_mapping(parallelize_plan)
+        kinds = _kinds(plan, sequence=sequence_parallel)
+        brought = brought_plan(module) if plan is None else {}
     if ParallelStyle in kinds:
         return _by_styles(module, mesh, cast("Styles", plan), src_data_rank)
     if plan is not None and str not in kinds:
         place_by_pattern(module, mesh, plan, src_data_rank, "parallelize_tensor")
         return module
-    words = brought_plan(module) if plan is None else {p: w for p, w in plan.items() if isinstance(w, str)}
+    words = brought if plan is None else {p: w for p, w in plan.items() if isinstance(w, str)}
     placed = {} if plan is None else {p: v for p, v in plan.items() if not isinstance(v, str)}
     strict, cut = plan is not None, sequence_parallel
     return place_by_words(module, mesh, words, placed, src_data_rank, strict=strict, sequence=cut)
+
+
+def _kinds(plan: Mapping[str, Any] | None, *, sequence: bool) -> set[type]:
+    """What the plan says of its patterns: styles, words (also where the model brings it), placements."""
+    kinds: set[type] = {_kind(value) for value in plan.values()} if plan is not None else {str}
+    if not kinds or (ParallelStyle in kinds and len(kinds) > 1):
+        raise ParallelError(
+            "parallelize_tensor: the plan names styles, or words and placements, at least one and not both"
+        )
+    if sequence and str not in kinds:
+        raise ParallelError(
+            "parallelize_tensor: sequence_parallel=True goes with a plan of words ('auto', 'colwise', ...); "
+            "among torch's styles it is SequenceParallel and its kin"
+        )
+    return kinds
 
 
 def _as_mapping(plan: ParallelStyle | str | Mapping[str, Any]) -> Mapping[str, Any] | None:
