@@ -10,17 +10,31 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileOpener
 from torch import nn
 
-from shardwright.checkpoint import choose, latest, list_checkpoints, load, prune, save, step_of, step_path
+from shardwright.checkpoint import (
+    choose,
+    latest,
+    list_checkpoints,
+    load,
+    load_hf,
+    prune,
+    save,
+    save_hf,
+    step_of,
+    step_path,
+)
 from shardwright.checkpoint.folder import why_unusable
 from shardwright.checkpoint.storage import manifest
+from shardwright.errors import CheckpointError
 
 DIED = -signal.SIGKILL
 STORAGE = ""
@@ -28,12 +42,14 @@ REPLACED = 20.0
 CHANGING = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 
-def in_two_ranks(function: Callable[..., None], *args: Any, dies: tuple[int, int] | None = None) -> bool:
-    """Run a function on two forked ranks; `dies`: (rank, before which file operation). True if one died."""
+def in_ranks(
+    function: Callable[..., None], *args: Any, dies: tuple[int, int] | None = None, world: int = 2
+) -> bool:
+    """Run a function on forked ranks; `dies`: (rank, before which file operation). True if one died."""
     store = str(args[0]) + ".store"
-    pids = [_fork(rank, store, function, args, dies) for rank in range(2)]
+    pids = [_fork((rank, world), store, function, args, dies) for rank in range(world)]
     codes: dict[int, int] = {}
-    while len(codes) < 2:
+    while len(codes) < world:
         pid, status = os.wait()
         codes[pid] = os.waitstatus_to_exitcode(status)
         if codes[pid]:  # as the launcher does: a run without one of its ranks is ended
@@ -47,13 +63,14 @@ def in_two_ranks(function: Callable[..., None], *args: Any, dies: tuple[int, int
 
 
 def _fork(
-    rank: int, store: str, function: Callable[..., None], args: Any, dies: tuple[int, int] | None
+    place: tuple[int, int], store: str, function: Callable[..., None], args: Any, dies: tuple[int, int] | None
 ) -> int:
     pid = os.fork()
     if pid:
         return pid
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rank, world = place
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     if dies is not None and dies[0] == rank:
         _die_before(str(args[0]), dies[1])
     try:
@@ -145,12 +162,12 @@ def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> 
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(template, out)
     doing = {"save": (save_step, out, 3), "replace": (replace, out), "prune": (prune_to_one, out)}[verb]
-    died = in_two_ranks(*doing, dies=(rank, operation))
+    died = in_ranks(*doing, dies=(rank, operation))
     unusable = [one.name for one in list_checkpoints(where(out)).committed if why_unusable(one)]
     chosen = step_of(choose(where(out)).path)
     check_loads(out, verb)
     if died and verb != "prune":
-        in_two_ranks(*doing)
+        in_ranks(*doing)
     prune_to_one(out)
     check_loads(out, verb)
     return {
@@ -159,6 +176,58 @@ def attempt(template: Path, out: Path, verb: str, rank: int, operation: int) -> 
         "chosen": chosen,
         "afterwards": sorted(one.name for one in (out / "checkpoints").iterdir()),
     }
+
+
+def export(out: Path, kind: str) -> None:
+    """Write for another program, over whatever a dead export left, but not over one that is committed."""
+    model = nn.Linear(3, 3)
+    nn.init.constant_(model.weight, REPLACED)
+    try:
+        if kind == "dcp":
+            save(out / "x", model, format="dcp")
+        else:
+            save_hf(model, out / "x", max_shard_size=1 if kind == "hf" else 1 << 30)
+    except CheckpointError as error:
+        if " holds " not in str(error):
+            raise
+
+
+def is_whole(path: Path, kind: str) -> bool:
+    """Whether a stranger would read it; what he reads is right."""
+    model = nn.Linear(3, 3)
+    if not any(path.glob(".metadata" if kind == "dcp" else "model.safetensors*")):
+        return False
+    if kind == "dcp":
+        dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+    else:
+        load_hf(model, path)
+    if not model.weight.eq(REPLACED).all():
+        raise SystemExit("an export holds other values")
+    return True
+
+
+def deaths_of_exports(folder: Path, kind: str, rank: int, world: int) -> list[tuple[bool, bool, list[str]]]:
+    """An attempt for each file operation of the rank, and a last one in which it lived.
+
+    Returns: of each whether the rank died, whether what it left is whole, what is there after one more go.
+    """
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")  # torch's: of one process
+    export(folder / "imports", kind)  # what is imported here is not imported by each fork
+    found: list[tuple[bool, bool, list[str]]] = []
+    while not found or found[-1][0]:
+        out = folder / str(len(found))
+        (out / "x").mkdir(parents=True)
+        if kind != "dcp":
+            (out / "x" / "config.json").write_text("{}")
+        died = in_ranks(export, out, kind, dies=(rank, len(found) + 1), world=world)
+        whole = is_whole(out / "x", kind)
+        in_ranks(export, out, kind, world=world)
+        if not is_whole(out / "x", kind):
+            raise SystemExit("an export cannot be repeated")
+        names = sorted(str(one.relative_to(out)) for one in out.rglob("*") if not one.is_dir())
+        found.append((died, whole, names))
+    return found
 
 
 def deaths(folder: Path, verb: str, rank: int, storage: str) -> list[dict[str, Any]]:
@@ -180,7 +249,7 @@ def deaths(folder: Path, verb: str, rank: int, storage: str) -> list[dict[str, A
     folder.mkdir(parents=True, exist_ok=True)
     template = folder / "template"
     for step in (1, 2):
-        in_two_ranks(save_step, template, step)
+        in_ranks(save_step, template, step)
     found = [attempt(template, folder / "out", verb, rank, 1)]
     while found[-1]["died"]:
         found.append(attempt(template, folder / "out", verb, rank, len(found) + 1))

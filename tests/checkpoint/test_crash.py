@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from shardwright.checkpoint import save, save_hf
+from shardwright.checkpoint.storage.folder_names import Journal
+from shardwright.checkpoint.storage.owner import this_process
+from shardwright.checkpoint.storage.writer import header_of
+from shardwright.errors import CheckpointError
 from shardwright.testing.rank_errors import RankError
+from tests.checkpoint.crash_program import deaths_of_exports
 from tests.checkpoint.faults.ranks import Ranks, attempts
 from tests.tiers import all_but, only
 
@@ -33,6 +41,60 @@ def test_a_replacement_that_dies_leaves_the_old_one_or_the_new_one_at_its_path(
     assert len(died) >= (12 if rank == 0 else 2)
     assert all(one["unusable"] == [] and one["chosen"] == 2 for one in (*died, lived))
     assert all(one["afterwards"] == ["step-00000002"] for one in (*died, lived))
+
+
+EXPORTS = [(kind, rank, 2) for kind in ("dcp", "hf") for rank in (0, 1)] + [("hf", 0, 1), ("hf single", 0, 1)]
+
+
+@pytest.mark.parametrize(("kind", "rank", "world"), only([("dcp", 0, 2), ("hf", 0, 1)], EXPORTS))
+def test_an_export_that_dies_is_rolled_back_by_the_next_one(
+    ranks: Ranks, tmp_path: Path, kind: str, rank: int, world: int
+) -> None:
+    *died, lived = ranks(1, deaths_of_exports, tmp_path, kind, rank, world, fresh=True, timeout=600)[0]
+    assert len(died) >= (8 if rank == 0 else 2)
+    assert [whole for _, whole, _ in died] == sorted(whole for _, whole, _ in died)
+    assert not died[0][1]
+    assert lived[1]
+    assert all(names == lived[2] for _, _, names in died)
+    assert not [name for name in lived[2] if "saving" in name or "/." in name.replace("/.metadata", "")]
+
+
+def everything_below(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+def plant(folder: Path) -> None:
+    """What looks like an export that was interrupted, and of which nothing says that it is one."""
+    save = "0123456789abcdef"
+    journal = Journal(save, (), this_process()).text
+    files = {
+        f"hf/.model.safetensors.{save}": b"mine",
+        f"named/saving-{save}.json": journal,
+        "named/model-00001-of-00002.safetensors": header_of([], {"format": "pt"}),
+        f".dcp.{save}/__0_0.distcp": b"mine",
+        f".noted.{save}/saving-{save}.json": journal,
+        f".noted.{save}/notes.txt": b"mine",
+    }
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    (folder / f".linked.{save}").symlink_to(folder / "hf")
+
+
+def test_what_no_journal_and_no_header_proves_stays(tmp_path: Path) -> None:
+    plant(tmp_path)
+    before = everything_below(tmp_path)
+    for name in ("hf", "named"):
+        with pytest.raises(CheckpointError, match=r"holds \.?model.*: name another folder, or remove it"):
+            save_hf(nn.Linear(1, 1), tmp_path / name)
+    for name in ("dcp", "noted", "linked"):
+        with warnings.catch_warnings(action="ignore"):
+            save(tmp_path / name, nn.Linear(1, 1), format="dcp")
+    after = everything_below(tmp_path)
+    assert {name for name, data in before.items() if after.get(name) != data} == {
+        "named/saving-0123456789abcdef.json",
+        ".noted.0123456789abcdef/saving-0123456789abcdef.json",
+    }
 
 
 @pytest.mark.slow

@@ -27,7 +27,9 @@ from shardwright.checkpoint import (
     save_hf,
     step_path,
 )
+from shardwright.checkpoint.hugging_face.export import _Export
 from shardwright.checkpoint.job import Job
+from shardwright.checkpoint.others.dcp_export import _Writer
 from shardwright.errors import CheckpointError
 
 Save = Callable[..., Any]
@@ -173,6 +175,39 @@ def test_a_folder_that_goes_while_it_is_written(tmp_path: Path, step: str) -> No
         pytest.raises(CheckpointError, match="c was removed or emptied while it was written"),
     ):
         save(tmp_path / "c", v=1)
+
+
+EXPORTS: dict[tuple[Any, str], Callable[[Path, nn.Module], Any]] = {
+    (_Export, "stream"): lambda path, model: save_hf(model, path),
+    (_Export, "finish"): lambda path, model: save_hf(model, path),
+    (_Export, "name_all"): lambda path, model: save_hf(model, path, max_shard_size=1),
+    (_Writer, "prepare_local_plan"): lambda path, model: save(path, model, format="dcp"),
+    (_Writer, "write_data"): lambda path, model: save(path, model, format="dcp"),
+    (_Writer, "finish"): lambda path, model: save(path, model, format="dcp"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("emptied", [False, True], ids=["removed", "emptied"])
+@pytest.mark.parametrize("step", EXPORTS, ids=[name for _, name in EXPORTS])
+def test_a_folder_of_others_that_goes_while_it_is_written(
+    tmp_path: Path, step: tuple[Any, str], emptied: bool
+) -> None:
+    """It had raw errors in its text, or what was saved for torch was not there and nobody was told."""
+    real = getattr(*step)
+
+    def gone(*args: Any, **kwargs: Any) -> Any:
+        for one in tmp_path.iterdir():
+            shutil.rmtree(one)
+            if emptied:
+                one.mkdir()
+        return real(*args, **kwargs)
+
+    with mock.patch.object(*step, gone), pytest.raises(CheckpointError) as error:
+        EXPORTS[step](tmp_path / "c", nn.Linear(2, 2))
+    assert str(tmp_path) in str(error.value)
+    assert "Error" not in str(error.value)
+    assert not [one for one in tmp_path.rglob("*") if one.is_file()]
 
 
 def test_a_name_that_files_keep_for_themselves(tmp_path: Path) -> None:

@@ -17,20 +17,19 @@ from torch.distributed.tensor import DTensor
 from shardwright.checkpoint.agree import Call, rank, warn_without_group, world
 from shardwright.checkpoint.collect import digest
 from shardwright.checkpoint.hugging_face.conversions import Maps, maps_of
-from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
+from shardwright.checkpoint.hugging_face.index import SINGLE
 from shardwright.checkpoint.hugging_face.maps import Link, Map, cut_by, in_steps, links_of
+from shardwright.checkpoint.hugging_face.under_way import UnderWay, before_named, is_seen, metadata
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import describe, is_copied
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import DTYPES, STANDARD
 from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.proof import why_not_once
-from shardwright.checkpoint.storage.stores.local import make_folder
 from shardwright.checkpoint.storage.values import refuse_half_a_character
 from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
 from shardwright.errors import CheckpointError, words_of
 
-_METADATA = {"format": "pt"}
 _OWN = "__metadata__"  # where they have that
 
 
@@ -77,17 +76,17 @@ def _exported(call: Call, model: nn.Module, folder: Path | str, maps: Maps, most
         made.append(_Export(model, folder_of(folder), maps_of(model, maps), most))
         return made[0].plan()
 
-    plans = call.agreed(f"exporting {folder} for Hugging Face", first)
-    export, folder = made[0], made[0].folder
-    export.arrange(plans)
     try:
+        plans = call.agreed(f"exporting {folder} for Hugging Face", first)
+        export = made[0]
+        export.arrange(plans)
         export.stream(call)
-        call.agreed(f"exporting {folder} for Hugging Face", export.finish)
-        call.agreed(f"exporting {folder} for Hugging Face", export.name_all, whole=True)
-    except BaseException:  # Ctrl-C too: what is half written would stand in the way of the next export
-        export.clean()
-        raise
-    return folder
+        call.agreed(f"exporting {export.folder} for Hugging Face", export.finish)
+        call.agreed(f"exporting {export.folder} for Hugging Face", export.name_all, whole=True)
+    finally:  # Ctrl-C too: what is half written would stand in the way of the next export
+        for export in made:
+            export.close()
+    return made[0].folder
 
 
 class _Tensor(NamedTuple):
@@ -112,8 +111,8 @@ class _Plan(NamedTuple):
 class _Export:
     def __init__(self, model: nn.Module, folder: Path, maps: tuple[Map, ...], most: int) -> None:
         self.model, self.folder, self.maps, self.most = model, folder, maps, most
-        self.new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
-        self.key = ""
+        self.key = secrets.token_hex(8)
+        self.under_way: UnderWay | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
         self.files: list[list[_Out]] = []
@@ -121,18 +120,12 @@ class _Export:
         self.of_tensor: dict[str, list[tuple[int, _Out]]] = {}
         self.handles: dict[int, int] = {}
         self.joined: dict[str, tuple[torch.Tensor, list[_Out]]] = {}  # of which parts are still to come
-        self.named: list[str] = []
         self.failure: BaseException | None = None  # of this rank, which the others hear of at the end
 
     def plan(self) -> _Plan:
         """What this rank has."""
         if type(self.most) is not int or self.most < 1:
             raise CheckpointError(f"max_shard_size={self.most!r} is no number of bytes: 5 << 30 is 5 GiB")
-        taken = sorted(one.name for one in self.folder.glob("*.safetensors*"))
-        if taken:
-            raise CheckpointError(
-                f"{self.folder} holds {taken[0]} already: name another folder, or remove it"
-            )
         told: list[_Tensor] = []
         copies: dict[tuple[str, Any], str] = {}
         self.tensors = _once(self.model)
@@ -142,7 +135,9 @@ class _Export:
             if held.boxes and world() > 1 and (held.layout is None or is_copied(tensor)):
                 copies[name, held.boxes] = digest(tensor)
         asked = ("folder", str(self.folder.absolute())), ("max_shard_size", str(self.most))
-        return _Plan(secrets.token_hex(8), asked, tuple(told), copies)
+        if rank() == 0:
+            self.under_way = UnderWay(self.folder, self.key)
+        return _Plan(self.key, asked, tuple(told), copies)
 
     def _told(self, name: str, tensor: torch.Tensor, dtype: str) -> _Tensor:
         if dtype not in STANDARD:
@@ -206,8 +201,8 @@ class _Export:
         count = len(self.files)
         return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
-    def _under_way(self, number: int) -> Path:
-        return self.folder / f".{self._named(number)}.{self.key}"
+    def _before_named(self, number: int) -> Path:
+        return self.folder / before_named(self._named(number), self.key)
 
     def stream(self, call: Call) -> None:
         """Gather one tensor after another, and write those of this rank's files.
@@ -251,11 +246,15 @@ class _Export:
 
     def _begin(self, number: int) -> None:
         if number not in self.handles:
-            make_folder(self.folder)
+            if not is_seen(self.folder, self.key):
+                raise CheckpointError(
+                    f"rank {rank()} does not see what rank 0 made in {self.folder}: it was removed or "
+                    "emptied while it was written, or the ranks do not share this file system"
+                )
             self.handles[number] = -1  # so that the file goes, whatever happens from here on
-            self.handles[number] = disk.open_new(self._under_way(number))
+            self.handles[number] = disk.open_new(self._before_named(number))
             entries = [self._entry(one) for one in self.files[number]]
-            disk.write_all(self.handles[number], [memoryview(header_of(entries, _METADATA))])
+            disk.write_all(self.handles[number], [memoryview(header_of(entries, metadata(self.key)))])
 
     def _entry(self, out: _Out) -> Entry:
         shape = out.link.whole
@@ -274,29 +273,26 @@ class _Export:
 
     def name_all(self) -> None:
         """Give the files their names, the index last."""
-        if rank() != 0:
+        if self.under_way is None:
             return
-        for number in range(len(self.files)):
-            self.named.append(self._named(number))
-            self._under_way(number).rename(self.folder / self._named(number))
-        if len(self.files) > 1:
-            weights = {out.name: self._named(n) for n, outs in enumerate(self.files) for out in outs}
-            total = sum(out.nbytes for outs in self.files for out in outs)
-            index = {"metadata": {"total_size": total}, "weight_map": weights}
-            self.named.append(INDEX)
-            disk.write_small(self.folder / INDEX, json.dumps(index, indent=1).encode())
-        disk.sync_folder(self.folder)
+        weights = {out.name: self._named(n) for n, outs in enumerate(self.files) for out in outs}
+        total = sum(out.nbytes for outs in self.files for out in outs)
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        text = json.dumps(index, indent=1).encode() if len(self.files) > 1 else b""
+        try:
+            self.under_way.commit([self._named(number) for number in range(len(self.files))], text)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be written: {error.strerror or error}") from None
 
-    def clean(self) -> None:
-        """Remove what this rank wrote, and what it has given a name."""
+    def close(self) -> None:
+        """Let the folder go. What of this rank was not given a name, and where it commits of all, goes."""
         numbers = list(self.handles)
         self._close()
-        for path in (*map(self._under_way, numbers), *(self.folder / name for name in self.named)):
+        for number in numbers:
             with contextlib.suppress(OSError):
-                path.unlink()
-        for made in self.new_folders:
-            with contextlib.suppress(OSError):  # others have put something in it
-                made.rmdir()
+                self._before_named(number).unlink()
+        if self.under_way is not None:
+            self.under_way.close()
 
     def _close(self) -> None:
         for handle in self.handles.values():

@@ -127,6 +127,11 @@ def _look_at_manifest(store: Store, content: Content) -> None:
 def wrote(store: Store, name: str) -> bool:
     """Whether the header of a data file says that this library wrote it, in the save of its name."""
     found = DATA.fullmatch(name)
+    return found is not None and says(store, name, metadata_text(found[1]))
+
+
+def says(store: Store, name: str, text: bytes) -> bool:
+    """Whether a text stands at the beginning of a file, where headers have their metadata."""
     with contextlib.suppress(OSError, EOFError):
         file = store.open(name)
         try:
@@ -134,7 +139,7 @@ def wrote(store: Store, name: str) -> bool:
             file.read_into([memoryview(start)], 0)
         finally:
             file.close()
-        return found is not None and metadata_text(found[1]) in bytes(start)
+        return text in bytes(start)
     return False
 
 
