@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 import shardwright as sw
@@ -65,6 +66,9 @@ def _windows():
     wanted = torch.ops.aten.unfold_backward(x, [3, 3, 8], 2, 4, 2)
     for cut in (sw.Shard(3), sw.Shard(2), sw.Owner(1)):
         close(torch.ops.aten.unfold_backward(place(x, (cut,)), [3, 3, 8], 2, 4, 2), wanted, str(cut))
+    less = (torch.arange(x.numel()).view(x.shape) // 4 + dist.get_rank()) % 2  # each is largest on one rank
+    largest = sw.DTensor.from_local(x - less, mesh(), [sw.Partial("max")])
+    close(torch.ops.aten.unfold_backward(largest, [3, 3, 8], 2, 4, 2), wanted)
 
 
 def test_a_gradient_of_windows_cut_inside_them(ranks):

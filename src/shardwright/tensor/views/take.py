@@ -22,7 +22,7 @@ from shardwright.errors import LayoutError, PlacementError
 from shardwright.index.region import Shape
 from shardwright.index.view import View, identity, reshaped
 from shardwright.layout.layout import Layout
-from shardwright.placement.base import Partition, Pending, Replicate
+from shardwright.placement.base import Partition, Pending, Placement, Replicate
 from shardwright.placement.interleaved import Interleaved
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import remembered
@@ -298,17 +298,26 @@ def _bytes_to(base: Layout, view: View, part: DTensor) -> int:
 
 
 def _guesses(views: Sequence[View], part: Layout) -> Iterator[Layout]:
-    """Bases of which a part may be a view: as it is, or its dim cut in every part."""
+    """Bases of which a part may be a view: as it is, or its dim cut in every part.
+
+    What windows share is added up, which of the pending values only sums are for.
+    """
     shape = views[0].source
+    windows = len(views[0].target) > len(shape)
+    have = [Replicate() if windows and _is_no_sum(p) else p for p in part.placements]
     for chunks in (None, len(views)):
         placements = []
-        for placement, n in zip(part.placements, part.sizes, strict=True):
+        for placement, n in zip(have, part.sizes, strict=True):
             cut = placement.cut_dims(part.shape, n) if isinstance(placement, Partition) else ()
             one = len(cut) == 1 and cut[0] < len(shape)  # a window has a dim that its base has not
             changed = chunks is not None and one and shape[cut[0]] != part.shape[cut[0]]
             placements.append(Interleaved(cut[0], chunks) if changed and chunks else placement)
         with suppress(PlacementError, LayoutError):
             yield Layout(part.mesh_shape, placements, shape, dtype=part.dtype, order=part.order_names)
+
+
+def _is_no_sum(placement: Placement) -> bool:
+    return isinstance(placement, Pending) and not placement.linear
 
 
 def _with_pending(base: Layout, parts: Sequence[DTensor]) -> Layout:
