@@ -1,6 +1,7 @@
 """Compiled programs that meet several sizes: values and gradients of one device, one graph per size."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -110,32 +111,46 @@ def test_inductor_holds_from_local(ranks):
     ranks(2, _by_inductor, timeout=170)
 
 
-def _around(mesh, backend):
-    """`spmd` inside of what is compiled: torch breaks the graph at the block."""
+def _heads(model, x):
+    return model(x).unflatten(-1, (2, 2)).flatten(-2)
+
+
+def _around(mesh, backend, check="first"):
+    """`spmd` inside of what is compiled: where it compares, torch breaks the graph at the block."""
     model = _by_names(mesh)
 
     def step(x):
-        with sw.spmd(mesh):
-            return model(x)
+        with sw.spmd(mesh, check=check):
+            return _heads(model, x)
 
-    return model, torch.compile(step, backend=backend)
+    return model, torch.compile(step, backend=backend, fullgraph=not check)
 
 
-def _inside(mesh, backend):
-    """A compiled model called inside `spmd`, on plain tensors."""
+def _inside(mesh, backend, check="first"):
+    """What is compiled, called inside `spmd`, on plain tensors."""
     model = _by_names(mesh)
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(partial(_heads, model), backend=backend, fullgraph=not check)
 
     def step(x):
-        with sw.spmd(mesh):
+        with sw.spmd(mesh, check=check):
             return compiled(x)
 
     return model, step
 
 
+def _compares(x, mesh):
+    with sw.spmd(mesh):
+        return x + 1
+
+
 def _in_blocks():
     _like_one_device(_around, "eager", (8, 12), None)
     _like_one_device(_inside, "eager", (8,), None)
+    for way in (_around, _inside):
+        _like_one_device(partial(way, check=False), "eager", (8,), 1)
+    compiled = torch.compile(_compares, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"which no graph holds; fix: spmd\(mesh, check=False"):
+        compiled(torch.ones(4), rank_mesh((2,), ("tp",)))
 
 
 def test_compiled_programs_and_spmd_meet(ranks):

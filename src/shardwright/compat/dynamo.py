@@ -136,10 +136,20 @@ def _say_what_compiles(frames: Any) -> None:
     frames._compile = says_so
 
 
-def never_traced(function: _F) -> _F:
-    """A graph breaks at the call of `function` (`torch.compiler.disable`, which imports Dynamo)."""
+def never_traced(function: _F, why: str | None = None) -> _F:
+    """A graph breaks at the call of `function` (`torch.compiler.disable`, which imports Dynamo).
+
+    why: what Dynamo says of it where a graph may not break.
+    """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # nobody inlines it
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
     never_compiled_alone(function)
+    return function
+
+
+def constant_in_graphs(function: _F) -> _F:
+    """A graph holds what `function` gives while it is traced (`torch.compiler.assume_constant_result`)."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 

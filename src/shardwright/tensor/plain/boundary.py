@@ -26,6 +26,7 @@ from shardwright.compat import (
     in_loss_parallel,
     is_functorch_wrapped_tensor,
 )
+from shardwright.compat.dynamo import constant_in_graphs
 from shardwright.errors import RuleError
 from shardwright.placement.base import Replicate
 from shardwright.remember import memo
@@ -313,11 +314,16 @@ def with_replicated(
     return tuple(value if value is keep else replicate(value) for value in args), named
 
 
+@constant_in_graphs
+def _name_of(func: Any) -> str:
+    return getattr(func, "__name__", "")
+
+
 def leaves_alone(func: Any) -> bool:
     """Does the function take its plain tensors as they are, also where such count as replicated?"""
     if func in AUTOGRAD or func in OF_SIZES:
         return True
-    name = getattr(func, "__name__", "")
+    name = _name_of(func)
     return name == "__set__" or name.startswith(("_foreach_", "_fused_"))
 
 
@@ -392,5 +398,5 @@ _CHANGING = frozenset(
 
 def writes_first(func: Any) -> bool:
     """Does the function write into its first argument, by torch's rules of naming?"""
-    name = getattr(func, "__name__", "")
+    name = _name_of(func)
     return name in _CHANGING or (name.endswith("_") and not name.endswith("__"))

@@ -32,9 +32,14 @@ _TRANSFORMED = (
     "{}: a plain tensor of shape {} that a torch.func transform follows meets a DTensor inside spmd: what "
     "the transform made of it cannot be placed. fix: sw.distribute_tensor it before the transform"
 )
+_on_the_host = partial(
+    never_traced,
+    why="spmd compares plain tensors between the ranks, which no graph holds; fix: spmd(mesh, check=False)",
+)
 # Lists that are given to these are read in C, below all dispatch.
 _READ_IN_C = frozenset({torch.tensor, torch.as_tensor})
-_Site = tuple[str, int, MeshShape]  # a line, and the mesh of its block: the ranks that compare together
+# A line, and the mesh of its block: the ranks that compare together. None where nothing is compared.
+_Site = tuple[str, int, MeshShape] | None
 # What its ranks know together of a line: how many values were compared there, and whether a block has ended
 # that compared some. What else one of them did in a block (an error, or nothing) the others do not know.
 _compared: dict[_Site, tuple[int, bool]] = {}
@@ -64,8 +69,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         if check is not True and check is not False and check != "first":
             raise SpmdError(f'spmd(check={check!r:.60}): it is "first" (the default), True (always) or False')
         self._mesh = mesh
-        frame = sys._getframe(1)
-        self._site: _Site = (frame.f_code.co_filename, frame.f_lineno, as_mesh_shape(mesh))
+        self._site: _Site = _site_of(mesh) if check else None
         self._check = check if check != "first" or not _compared.get(self._site, (0, False))[1] else False
         self._met = 0  # values that were compared here, or at an earlier pass of the line
         self._seen: dict[int, tuple[torch.Tensor, int | None]] = {}
@@ -94,6 +98,8 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         if not state.rank_local and _mixed(args, kwargs) and not leaves_alone(func):
             replicate = partial(self._replicate, beside=(*args, *kwargs.values()))
             args, kwargs = with_replicated(func, args, kwargs, replicate)
+        if func is torch.Tensor.unflatten and torch.compiler.is_compiling():  # as Dynamo can read it
+            func = torch.unflatten
         return func(*args, **kwargs)
 
     def replicated(self, value: torch.Tensor) -> DTensor:
@@ -152,7 +158,7 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
         _compared[self._site] = max(count, self._met), ended
         return True
 
-    @never_traced  # it ends on the host: a graph breaks here
+    @_on_the_host
     def _compare(self, value: torch.Tensor) -> None:
         """Raise if the ranks of the mesh hold different bytes here, where that is to be asked."""
         if not self._is_due(value):
@@ -167,6 +173,13 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
                 f"{self._mesh.mesh_dim_names}; inside spmd it must be the same everywhere. "
                 "fix: make it from the same seed or data everywhere, or use DTensor.from_local"
             )
+
+
+@_on_the_host
+def _site_of(mesh: DeviceMesh) -> _Site:
+    """Where the block stands that is being made."""
+    frame = sys._getframe(2)
+    return frame.f_code.co_filename, frame.f_lineno, as_mesh_shape(mesh)
 
 
 def _digest(value: torch.Tensor) -> int:
