@@ -54,12 +54,22 @@ class EraseError(ShardwrightError, RuntimeError):
 
 
 def words_of(error: BaseException) -> str:
-    """The class and the text of an error, whoever wrote it: of one that cannot be printed the class alone."""
+    """The class and the text of an error, whoever wrote it: of one that cannot be printed the class alone.
+
+    Of what the system refuses it is what the system says, and of which file.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  what tells of an error must not fail for it
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def reason_of(error: BaseException) -> str:
+    """The text of an error whose file is named beside it: of what the system refuses, why."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def refuse_other_kind(name: str, value: Any, kinds: Any, error: type[ShardwrightError], *, fix: str) -> None:

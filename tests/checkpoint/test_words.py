@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -175,6 +176,24 @@ def test_a_folder_that_goes_while_it_is_written(tmp_path: Path, step: str) -> No
         pytest.raises(CheckpointError, match="c was removed or emptied while it was written"),
     ):
         save(tmp_path / "c", v=1)
+
+
+@pytest.mark.parametrize("function", ["stat", "open"])
+def test_files_of_others_that_may_not_be_read(
+    tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had the class and the number of the system's error in its text."""
+    save_hf(nn.Linear(2, 2), tmp_path / "hf")
+    real = getattr(os, function)
+
+    def denied(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).endswith("model.safetensors"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, function, denied)
+    with pytest.raises(CheckpointError, match=r"^[^\[]*: Permission denied[^\[]*$"):
+        load_hf(nn.Linear(2, 2), tmp_path / "hf")
 
 
 EXPORTS: dict[tuple[Any, str], Callable[[Path, nn.Module], Any]] = {

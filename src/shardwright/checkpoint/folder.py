@@ -20,7 +20,7 @@ from shardwright.checkpoint.storage.folder_names import look
 from shardwright.checkpoint.storage.manifest import LIMIT, NAME
 from shardwright.checkpoint.storage.place import Address, Place, at_home, place_of
 from shardwright.checkpoint.storage.stores.of import store_of
-from shardwright.errors import CheckpointError, refuse_no_number, refuse_other_kind
+from shardwright.errors import CheckpointError, reason_of, refuse_no_number, refuse_other_kind
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _OLD_PARTIAL = ".partial"  # how the first format called what it had not finished
@@ -93,7 +93,7 @@ def list_checkpoints(out: Place | str) -> Checkpoints:
             raise CheckpointError(f"{out} is no folder: name that of a run")
         found = [folder / one for one in (store.folders() if store.exists() else ())]
     except OSError as error:
-        raise CheckpointError(f"{out} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{out} cannot be read: {reason_of(error)}") from error
     named = [one for one in found if _STEP.fullmatch(one.name.removesuffix(_OLD_PARTIAL))]
     named.sort(key=step_of, reverse=True)
     finished = [one for one in named if not one.name.endswith(_OLD_PARTIAL) and _has_manifest(one)]
@@ -189,7 +189,7 @@ def prune(
     try:
         return _pruned(out, keep, every, interrupted)
     except (OSError, CheckpointError) as error:
-        warnings.warn(f"nothing was pruned in {out}: {error}", stacklevel=2)
+        warnings.warn(f"nothing was pruned in {out}: {reason_of(error)}", stacklevel=2)
         return ()
 
 
@@ -217,7 +217,7 @@ def _removed(path: Place, interrupted: bool) -> bool:
     except CheckpointError:
         return False
     except OSError as error:
-        warnings.warn(f"{path} was not removed: {error}", stacklevel=4)
+        warnings.warn(f"{path} was not removed: {reason_of(error)}", stacklevel=4)
         return False
     return True
 
@@ -240,7 +240,7 @@ def _tidied_away(path: Place, interrupted: bool) -> bool:
         store.drop_empty()
         return not store.exists()
     except OSError as error:
-        warnings.warn(f"{path} was not tidied up: {error}", stacklevel=4)
+        warnings.warn(f"{path} was not tidied up: {reason_of(error)}", stacklevel=4)
         return False
     finally:
         hold.let_go()

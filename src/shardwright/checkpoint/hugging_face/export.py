@@ -28,7 +28,7 @@ from shardwright.checkpoint.storage.place import folder_of
 from shardwright.checkpoint.storage.proof import why_not_once
 from shardwright.checkpoint.storage.values import refuse_half_a_character
 from shardwright.checkpoint.storage.writer import Entry, blocks, header_of
-from shardwright.errors import CheckpointError, words_of
+from shardwright.errors import CheckpointError, reason_of, words_of
 
 _OWN = "__metadata__"  # where they have that
 
@@ -265,8 +265,7 @@ class _Export:
         if self.failure is not None:
             if isinstance(self.failure, CheckpointError) or not isinstance(self.failure, Exception):
                 raise self.failure
-            reason = self.failure.strerror if isinstance(self.failure, OSError) else ""
-            raise CheckpointError(f"{self.folder} cannot be written: {reason or words_of(self.failure)}")
+            raise CheckpointError(f"{self.folder} cannot be written: {words_of(self.failure)}")
         for handle in self.handles.values():
             os.fsync(handle)
         self._close()
@@ -282,17 +281,19 @@ class _Export:
         try:
             self.under_way.commit([self._named(number) for number in range(len(self.files))], text)
         except OSError as error:
-            raise CheckpointError(f"{self.folder} cannot be written: {error.strerror or error}") from None
+            raise CheckpointError(f"{self.folder} cannot be written: {reason_of(error)}") from None
 
     def close(self) -> None:
         """Let the folder go. What of this rank was not given a name, and where it commits of all, goes."""
         numbers = list(self.handles)
         self._close()
-        for number in numbers:
-            with contextlib.suppress(OSError):
-                self._before_named(number).unlink()
-        if self.under_way is not None:
-            self.under_way.close()
+        try:
+            for number in numbers:
+                with contextlib.suppress(OSError):
+                    self._before_named(number).unlink()
+        finally:  # Ctrl-C too
+            if self.under_way is not None:
+                self.under_way.close()
 
     def _close(self) -> None:
         for handle in self.handles.values():

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.safetensors_file import once
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, reason_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -44,7 +44,7 @@ def read_index(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         for name in of_tensor.values():
             _refuse_other_places(folder, name)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder / INDEX} cannot be read: {error}") from None
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {reason_of(error)}") from None
     return sorted(set(of_tensor.values())), of_tensor
 
 

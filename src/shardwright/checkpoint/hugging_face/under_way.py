@@ -48,7 +48,7 @@ class UnderWay:
 
         Raises: CheckpointError: there are such files, or another process writes there.
         """
-        self._export, self._store = export, LocalStore(folder)
+        self._export, self._store, self._done = export, LocalStore(folder), False
         self._new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
         self._hold = self._store.hold()
         saves_here.add(export)
@@ -82,13 +82,20 @@ class UnderWay:
             store.rename(before_named(name, self._export), name)
         store.sync()
         store.remove(_journal(self._export))
+        self._done = True
 
     def close(self) -> None:
         """Let others in; what was not committed goes, as far as the disk lets it."""
+        try:
+            if not self._done:
+                self._undo()
+        finally:  # Ctrl-C too
+            saves_here.discard(self._export)
+            self._hold.let_go()
+
+    def _undo(self) -> None:
         with contextlib.suppress(OSError):
             _roll_back(self._store, self._export, alone=self._hold.alone)
-        saves_here.discard(self._export)
-        self._hold.let_go()
         for made in self._new_folders:
             with contextlib.suppress(OSError):  # there is something in it
                 made.rmdir()

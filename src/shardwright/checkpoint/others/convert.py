@@ -20,7 +20,7 @@ from shardwright.checkpoint.storage.proof import prove
 from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.checkpoint.storage.sums import CHUNK
 from shardwright.checkpoint.storage.writer import Entry, into_files, write_file
-from shardwright.errors import CheckpointError, refuse_other_kind
+from shardwright.errors import CheckpointError, reason_of, refuse_other_kind
 
 
 def convert(
@@ -79,7 +79,7 @@ def convert(
     try:
         return _write(target, {**about, "tensors": new.tensors, "values": new.values}, new.entries)
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}") from None
+        raise CheckpointError(f"{target} cannot be written: {reason_of(error)}") from None
 
 
 def _write(target: Place, about: dict[str, Any], entries: list[Entry]) -> Place:

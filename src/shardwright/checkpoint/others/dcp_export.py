@@ -164,10 +164,12 @@ class _New:
 
     def close(self) -> None:
         """Let others in; what was not committed goes, as far as the disk lets it."""
-        with contextlib.suppress(OSError):
-            _roll_back(self._new, mine=True)
-        saves_here.discard(self.id)
-        self._hold.let_go(drop=True)
+        try:
+            with contextlib.suppress(OSError):
+                _roll_back(self._new, mine=True)
+        finally:  # Ctrl-C too
+            saves_here.discard(self.id)
+            self._hold.let_go(drop=True)
 
 
 def _journal(under_way: Path) -> str:

@@ -15,7 +15,7 @@ from shardwright.checkpoint.optimizer_state import OWN
 from shardwright.checkpoint.pieces import refuse_without_data
 from shardwright.checkpoint.storage import dcp, disk
 from shardwright.checkpoint.storage.element_types import name_of
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, reason_of
 
 Steps = tuple[Any, ...]  # names, and numbers for places in a list
 Shape = tuple[int, ...]
@@ -48,7 +48,7 @@ def read(source: Path) -> Iterator[tuple[Steps, Any]]:
     try:
         folder, _ = source.is_dir(), (source / dcp.INDEX).exists()
     except OSError as error:
-        raise CheckpointError(f"{source} cannot be read: {error.strerror or error}") from None
+        raise CheckpointError(f"{source} cannot be read: {reason_of(error)}") from None
     return read_folder(source) if folder else read_file(source)
 
 
@@ -73,7 +73,7 @@ def read_file(source: Path) -> Iterator[tuple[Steps, Any]]:
     try:
         os.close(disk.open_regular(source, links=True))
     except OSError as error:
-        raise CheckpointError(f"{source} cannot be read: {error.strerror or error}") from None
+        raise CheckpointError(f"{source} cannot be read: {reason_of(error)}") from None
     try:
         mapped = zipfile.is_zipfile(source)  # torch's first format is none
         found = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)

@@ -114,11 +114,13 @@ class Saving:
         """Remove what this save wrote, as far as the disk lets it, and let the folder go."""
         if self._hold is None:
             return
-        with contextlib.suppress(OSError, CheckpointError):
-            content = finished(self._store, look(self._store))
-            # Once renamed, what this save wrote is the checkpoint, whatever failed afterwards.
-            tidy(self._store, content, "" if self._renamed else self.id, alone=self._hold.alone)
-        self.close(drop=not self._renamed)
+        try:
+            with contextlib.suppress(OSError, CheckpointError):
+                content = finished(self._store, look(self._store))
+                # Once renamed, what this save wrote is the checkpoint, whatever failed afterwards.
+                tidy(self._store, content, "" if self._renamed else self.id, alone=self._hold.alone)
+        finally:  # Ctrl-C too
+            self.close(drop=not self._renamed)
 
     def close(self, *, drop: bool = False) -> None:
         """Let the folder go; `drop`: the folder too, where this save made it and nothing is in it."""

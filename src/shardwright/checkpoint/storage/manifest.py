@@ -15,7 +15,7 @@ from shardwright.checkpoint.storage import legacy
 from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.checkpoint.storage.stores.store import Store
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, reason_of
 
 NAME = "manifest.json"
 _INDEX_OF_TORCH = ".metadata"
@@ -217,7 +217,7 @@ def read_manifest(path: Place | str) -> Manifest:
         text, _ = text_that_counts(store)
     except (OSError, EOFError) as error:
         raise CheckpointError(
-            f"{store.place} cannot be used: its manifest cannot be read ({error})"
+            f"{store.place} cannot be used: its manifest cannot be read ({reason_of(error)})"
         ) from None
     try:
         return Manifest.parse(text)

@@ -17,7 +17,7 @@ from shardwright.checkpoint.storage.stores.store import OpenFile
 from shardwright.checkpoint.storage.sums import first_wrong, sum_of
 from shardwright.comm.dtype import as_bytes
 from shardwright.compat import foreach_copy_
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, reason_of
 from shardwright.index.region import Box
 from shardwright.index.stride import contiguous_stride
 
@@ -255,9 +255,7 @@ class Reader:
         except EOFError:
             raise CheckpointError(self._damaged(number, _SHORTER)) from None
         except OSError as error:
-            raise CheckpointError(
-                self._damaged(number, f"it cannot be read: {error.strerror or error}")
-            ) from None
+            raise CheckpointError(self._damaged(number, f"it cannot be read: {reason_of(error)}")) from None
         self.bytes_read += sum(map(len, pieces))
 
     def _handle(self, number: int) -> OpenFile:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.element_types import ITEMSIZES, from_file
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, reason_of
 
 _MOST = 100_000_000  # of a header, as the format says
 
@@ -39,7 +39,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Place]]:
         finally:
             os.close(handle)
     except (OSError, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no file of the safetensors format, or damaged: {error}") from None
 

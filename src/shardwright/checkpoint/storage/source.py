@@ -9,7 +9,7 @@ from shardwright.checkpoint.storage.manifest import Manifest, SavedFile
 from shardwright.checkpoint.storage.place import Place
 from shardwright.checkpoint.storage.stores.of import store_of
 from shardwright.checkpoint.storage.stores.store import OpenFile
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, reason_of
 
 
 class Source(NamedTuple):
@@ -40,7 +40,7 @@ def open_file(source: Source, number: int) -> OpenFile:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is damaged: its file {file.name} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path} is damaged: its file {file.name}: {error.strerror or error}") from None
+        raise CheckpointError(f"{path} is damaged: its file {file.name}: {reason_of(error)}") from None
     if found.size != file.size:
         found.close()
         raise CheckpointError(

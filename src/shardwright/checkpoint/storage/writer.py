@@ -15,7 +15,7 @@ from shardwright.checkpoint.storage.element_types import ITEMSIZES, in_file, in_
 from shardwright.checkpoint.storage.stores.store import NewFile, Store
 from shardwright.checkpoint.storage.sums import Sums, sum_of, sums_of
 from shardwright.comm.dtype import as_bytes
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, reason_of
 
 _STEP = 2 << 20  # stays in the processor's cache between checksum and write; a large page
 _COPIED = 8 << 20
@@ -108,7 +108,7 @@ def write_file(store: Store, name: str, entries: Sequence[Entry], metadata: dict
             raise
         file.finish()
     except OSError as error:
-        raise CheckpointError(f"{store.place / name} cannot be written: {error.strerror or error}") from None
+        raise CheckpointError(f"{store.place / name} cannot be written: {reason_of(error)}") from None
     return Written(name, size, len(header), sum_of(header), boxes)
 
 
