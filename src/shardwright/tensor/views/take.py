@@ -207,9 +207,9 @@ def put_back(
     base = None
     if use is None:
         stays = given is not None and (mode.explicit or any(x._spec.pending for x in tensors))
-        base = _base_in_graph(views, tensors, info.shape, exact=stays or summed)
+        base = _base_in_graph(views, tensors, info, exact=stays or summed)
     if base is None and given is None and not summed:
-        base = _base_of(views, tensors, exact=view is None and not backward)
+        base = _base_of(views, tensors, info.dtype, exact=view is None and not backward)
     if base is None:
         return None
     shaped = base.with_shape(info.shape, info.stride, dtype=info.dtype)
@@ -225,33 +225,36 @@ def gives(call: Call, results: Sequence[Spec | None]) -> Callable[[], bool] | No
 
 
 def _base_in_graph(
-    views: Sequence[View], parts: Sequence[DTensor], shape: Shape, *, exact: bool
+    views: Sequence[View], parts: Sequence[DTensor], made: TensorInfo, *, exact: bool
 ) -> Layout | None:
-    """The layout of the base as autograd's graph tells it, for a result of this shape.
+    """The layout of the base as autograd's graph tells it, for such a result.
 
     exact: only if no byte has to move.
     """
-    base = graph_bases.base_layout()
+    base, shape = graph_bases.base_layout(), made.shape
     if base is None or base.mesh_shape != parts[0]._spec.layout.mesh_shape:
         return None
     if base.shape != shape:
         if shape[max(len(shape) - len(base.shape), 0) :] != base.shape or prod(shape) != base.numel:
             return None
         base = through(base, reshaped(base.shape, shape), base.dtype, None)  # dims of size 1 in front
-    base = _with_pending(base, parts)
+    base = _with_pending(base, parts, made.dtype)
     if exact and any(_bytes_to(base, view, part) for view, part in zip(views, parts, strict=True)):
         return None
     return base
 
 
-def _base_of(views: Sequence[View], parts: Sequence[DTensor], *, exact: bool) -> Layout | None:
+def _base_of(
+    views: Sequence[View], parts: Sequence[DTensor], dtype: torch.dtype, *, exact: bool
+) -> Layout | None:
     """The layout of a tensor of which these may be the views: of those that a part suggests, the nearest.
 
     exact: only one that has all parts where they are.
     """
     bases: dict[Layout, None] = {}
     for layout in dict.fromkeys(part._spec.layout for part in parts):
-        bases.update(dict.fromkeys(_guesses(views, layout)))
+        cast = any(part.dtype != dtype for part in parts)
+        bases.update(dict.fromkeys(_guesses(views, layout, cast=cast)))
     bases.update(dict.fromkeys(_laid_end_to_end(views, parts)))
     pairs = list(zip(views, parts, strict=True))
     if exact:  # nothing is planned: a part may have no way there
@@ -297,14 +300,17 @@ def _bytes_to(base: Layout, view: View, part: DTensor) -> int:
     return 0 if target == part._spec.layout else plan_redistribution(part._spec.layout, target).total_bytes
 
 
-def _guesses(views: Sequence[View], part: Layout) -> Iterator[Layout]:
+def _guesses(views: Sequence[View], part: Layout, *, cast: bool) -> Iterator[Layout]:
     """Bases of which a part may be a view: as it is, or its dim cut in every part.
 
-    What windows share is added up, which of the pending values only sums are for.
+    What windows share is added up, which of the pending values only sums are for. Those of parts that are
+    cast are finished before, as in any other op: terms of small integers wrap, those of halves are rounded.
     """
     shape = views[0].source
     windows = len(views[0].target) > len(shape)
-    have = [Replicate() if windows and _is_no_sum(p) else p for p in part.placements]
+    have = [
+        Replicate() if (windows and _is_no_sum(p)) or (cast and p.is_pending) else p for p in part.placements
+    ]
     for chunks in (None, len(views)):
         placements = []
         for placement, n in zip(have, part.sizes, strict=True):
@@ -320,13 +326,14 @@ def _is_no_sum(placement: Placement) -> bool:
     return isinstance(placement, Pending) and not placement.linear
 
 
-def _with_pending(base: Layout, parts: Sequence[DTensor]) -> Layout:
-    """The base with sums that are still to be made where all parts have them, finished elsewhere."""
+def _with_pending(base: Layout, parts: Sequence[DTensor], dtype: torch.dtype) -> Layout:
+    """The base with sums that are still to be made where all parts, of its dtype, have them."""
+    cast = any(part.dtype != dtype for part in parts)
     placements = []
     for axis, placement in enumerate(base.placements):
         have = {part._spec.layout.placements[axis] for part in parts}
         only = next(iter(have))
-        pending = len(have) == 1 and isinstance(only, Pending) and only.linear
+        pending = not cast and len(have) == 1 and isinstance(only, Pending) and only.linear
         if placement.is_partition:
             placements.append(placement)
         else:
