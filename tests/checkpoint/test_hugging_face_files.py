@@ -77,6 +77,10 @@ def test_a_type_of_elements_that_is_not_known_stops_only_whoever_asks_for_it(tmp
     model.register_buffer("scale", torch.zeros(3))
     with pytest.raises(CheckpointError, match="scale has elements of type 'F8_E8M0', which are not known"):
         load_hf(model, tmp_path / "out")
+    text = text.replace(b"F8_E8M0", b"F8_E8M0" * 1000)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :] + b"abc")
+    with pytest.raises(CheckpointError, match=r"has elements of type 'F8_E8M0.{1,60}, which are not known"):
+        load_hf(model, tmp_path / "out")
 
 
 def export_drifted(folder: Path) -> str:

@@ -207,7 +207,7 @@ class _Loading:
                 continue
             dtype, shape = self.places[link.source][1][:2]
             if dtype not in DTYPES:
-                yield f"{link.source} has elements of type {dtype}, which are not known here"
+                yield f"{link.source} has elements of type {dtype:.60}, which are not known here"
                 continue
             scales = [one for end in _SCALES if (one := f"{link.source}{end}") in self.places]
             if shape != link.whole or not _keeps(DTYPES[dtype], mine):

@@ -100,7 +100,7 @@ class SavedOptimizer(_Entry):
 class SavedFile(_Entry):
     """Name and size of a file, size and checksum of its header."""
 
-    name: str
+    name: Annotated[str, Field(max_length=255)]  # of which no file has more
     size: Natural
     header: Natural
     sum: str
