@@ -9,6 +9,7 @@ from shardwright.context import DeviceMeshParameters
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer, clip_grad_norm_, global_mean
 from shardwright.moe import MoELayer
+from shardwright.parallel.context_parallel import parallelize_context
 from shardwright.parallel.expert import parallelize_expert_parallel
 from shardwright.parallel.fsdp import parallelize_fsdp
 from shardwright.parallel.hsdp import parallelize_hsdp
@@ -144,3 +145,24 @@ def _norm(counts):
 def test_experts_and_data_may_share_one_axis(ranks, strategy):
     """What expert parallelism has placed there is left alone; the others may be placed once."""
     ranks(2, _over_one_axis, strategy)
+
+
+def _before_context(strategy):
+    """Experts over the data ranks alone, placed before the sequence is cut beside them."""
+    mesh = rank_mesh((2, 2), ("dp", "cp"))
+    model = parallelize_expert_parallel(_model(8), mesh["dp"], "dp")
+    parallelize_context(model, mesh["cp"], output="whole")
+    strategy(model, mesh["dp"])
+    rows = _tokens((4 * 5,), 8).view(4, 5, 8).tensor_split([3])[mesh.get_local_rank("dp")]
+    (model(rows).square().sum() / 20).backward()
+    GradientSynchronizer(model).synchronize()
+    _, norm, gradients = _one_device((4 * 5,), 8, 1)
+    torch.testing.assert_close(clip_grad_norm_(model, 0.5), norm)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("strategy", [parallelize_replicate, parallelize_fsdp])
+def test_experts_of_data_ranks_stand_in_a_model_whose_sequence_is_cut_afterwards(ranks, strategy):
+    """Their weights had become DTensors beside the plain tokens that they are multiplied with."""
+    ranks(4, _before_context, strategy)

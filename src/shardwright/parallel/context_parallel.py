@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError, refuse_other_kind, words_of
-from shardwright.parallel.expert import spread_over
+from shardwright.parallel.expert import experts_of, spread_over
 from shardwright.parallel.meshes import is_other_view, named_axes, one_axis, refuse_twice
 from shardwright.parallel.same_model import agreed
 from shardwright.parallel.sequence_scope import SequenceScope, find_scope
@@ -85,12 +85,14 @@ def parallelize_context(
         said.options = {**words, "src": src_data_rank}
     with ties_kept(module, "parallelize_context"):
         homes: set[DeviceMesh] = set()
+        experts = experts_of(module)
 
         def make(path: str, parameter: nn.Parameter) -> nn.Parameter | None:
-            new = _placed(path, parameter, mesh, src_data_rank)
-            if new is not None:
+            is_local = parameter in experts
+            new = _placed(path, parameter, mesh, src_data_rank, is_local=is_local)
+            if new is not None and not is_local:
                 homes.add(_computes_on(new))
-            elif output == "whole" and mesh.size() > 1:
+            elif new is None and output == "whole" and mesh.size() > 1:
                 _refuse_summed(path, parameter, module, mesh)
             return new
 
@@ -165,8 +167,13 @@ def _check_once(module: nn.Module, axis: str) -> None:
             )
 
 
-def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | None) -> nn.Parameter | None:
-    """The parameter on one axis more, whole there; None for one spread over these ranks as an expert."""
+def _placed(
+    path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | None, *, is_local: bool
+) -> nn.Parameter | None:
+    """The parameter on one axis more, whole there; None for one spread over these ranks as an expert.
+
+    Args: is_local: of experts that are spread over other ranks: each rank computes with its tokens alone.
+    """
     if getattr(parameter, "_fully_sharded", ""):
         raise ParallelError(
             f"{path}: fully_shard manages this parameter; call parallelize_context before parallelize_fsdp"
@@ -182,7 +189,9 @@ def _placed(path: str, parameter: nn.Parameter, mesh: DeviceMesh, source: int | 
         if _is_complete(before, mesh):
             return None
         refuse_twice(path, before, axis_names(mesh))
-        value = _computing(on_more_axes(before, mesh, whole, LocalUse((), axes), source))
+        value = _computing(
+            on_more_axes(before, mesh, whole, LocalUse(axes if is_local else (), axes), source)
+        )
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     carry_over(parameter, new)
     return new

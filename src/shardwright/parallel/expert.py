@@ -109,6 +109,12 @@ def _take_over(experts: nn.Module) -> None:
     put_all(slots, plain)
 
 
+def experts_of(module: nn.Module) -> set[nn.Parameter]:
+    """The weights of all spread experts, with which each rank computes its own tokens."""
+    layers = [m for m in module.modules() if isinstance(m, MoELayer) and m.communicator is not None]
+    return {p for layer in layers for p in layer.experts.parameters()}
+
+
 def spread_over(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """What expert parallelism has placed on all axes of a mesh: a strategy of the others leaves it alone."""
     layers = [m for m in module.modules() if isinstance(m, MoELayer) and m.communicator is not None]
