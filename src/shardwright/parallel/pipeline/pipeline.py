@@ -124,9 +124,9 @@ class Pipeline:
         Raises: ParallelError: on every rank of the axis: the batch is not divisible, the ranks were given
             different ones, what crosses a border cannot be sent, an error of any kind in another stage (there
             it is raised itself).
-        Cost: per micro-batch and border the values that cross it, and their gradients; two small
-            all-reduces, before and after, which the host waits for, over the axis and over the ranks of
-            other data; the gradients of tied weights once. The first step with shapes that are new to any
+        Cost: per micro-batch and border the values that cross it, and their gradients, of which the host
+            waits for one element (is it a gradient, or nobody's zeros?); two small all-reduces, before and after, which it waits
+            for too, over the axis and over the ranks of other data; the gradients of tied weights once. The first step with shapes that are new to any
             of these ranks runs a forward of each stage more.
         """
         if self.loss is None:
