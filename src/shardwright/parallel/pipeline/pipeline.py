@@ -125,9 +125,10 @@ class Pipeline:
             different ones, what crosses a border cannot be sent, an error of any kind in another stage (there
             it is raised itself).
         Cost: per micro-batch and border the values that cross it, and their gradients, of which the host
-            waits for one element (is it a gradient, or nobody's zeros?); two small all-reduces, before and after, which it waits
-            for too, over the axis and over the ranks of other data; the gradients of tied weights once. The first step with shapes that are new to any
-            of these ranks runs a forward of each stage more.
+            waits for one element (is it a gradient, or nobody's zeros?); two small all-reduces, before and
+            after, which it waits for too, over the axis and over the ranks of other data; the gradients of
+            tied weights once. The first step with shapes that are new to any of these ranks runs a forward
+            of each stage more.
         """
         if self.loss is None:
             raise ParallelError("Pipeline.step needs a loss: Pipeline(module, loss, ...)")
