@@ -287,9 +287,13 @@ def test_torchs_context_parallel_names_ours(ranks):
 
 
 def _compiled():
-    module = parallelize_context(Block(), rank_mesh((2,), ("cp",)))
-    return _said(torch.compile(module, backend="eager"), torch.randn(2, 6, 8))
+    """The module, and one inside of it, whose graphs had sent on each rank in an order of its own."""
+    mesh, x = rank_mesh((2,), ("cp",)), torch.randn(2, 6, 8)
+    module, outer = (parallelize_context(nn.Sequential(Block()), mesh) for _ in range(2))
+    outer[0].compile(backend="eager")
+    return _said(torch.compile(module, backend="eager"), x), _said(outer, x)
 
 
 def test_a_compiled_module_is_refused(ranks):
-    assert "runs as it is, not under torch.compile" in ranks(2, _compiled, fresh=True)[0]
+    for said in ranks(2, _compiled, fresh=True)[0]:
+        assert "runs as it is, not under torch.compile" in said

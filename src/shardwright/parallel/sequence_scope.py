@@ -30,7 +30,7 @@ _REPLACED = (
 _COMPILED = (
     "a module that parallelize_context placed runs as it is, not under torch.compile: which positions a rank "
     "holds would be compiled into its graphs, and ranks would not send alike\n"
-    "  fix: call the module itself; torch.compile parts of the model that are not placed"
+    "  fix: call the module itself, compile nothing inside of it; torch.compile parts that are not placed"
 )
 _DIM = 1  # of the sequence in [batch, sequence, ...]
 
@@ -94,8 +94,7 @@ class SequenceScope:
                 child.register_forward_hook(self._end_inner, always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if compiles_what_is_called():
-            raise ParallelError(_COMPILED)
+        _refuse_compiled()
         if functional.scaled_dot_product_attention is not _ATTENTION:
             raise ParallelError(_REPLACED)
         block = spmd(self.mesh, check=not self._compared)
@@ -115,6 +114,7 @@ class SequenceScope:
         return tree_map_only(TorchDTensor, lambda x: x.full_tensor(), out) if self.output == "whole" else None
 
     def _begin_inner(self, module: nn.Module, *_: Any) -> None:
+        _refuse_compiled()
         begin(self.asked, module)
 
     def _end_inner(self, module: nn.Module, *_: Any) -> None:
@@ -162,3 +162,8 @@ def find_scope(module: nn.Module) -> SequenceScope | None:
         if isinstance(owner, SequenceScope) and getattr(hook, "__func__", None) is SequenceScope._begin:
             return owner
     return None
+
+
+def _refuse_compiled() -> None:
+    if compiles_what_is_called():
+        raise ParallelError(_COMPILED)
