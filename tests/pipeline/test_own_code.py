@@ -97,6 +97,7 @@ def _refused(name, cuts, said):
     ("name", "cuts", "said"),
     [
         ("ReturnsAnInt", HALF, "later stages go on from what it returned when the borders were learned"),
+        ("Routes", HALF, "while the borders were learned, from zeros where another stage returns something"),
         ("AsksTheType", HALF, "own code does not do the same in the stages 0 and 1"),
         ("TypeWithoutFunctions", HALF, "own code does not do the same in the stages 0 and 1"),
         ("SharedNorm", HALF, "layers.1 writes into its buffers, and is called in the stages [0, 1]"),

@@ -30,6 +30,11 @@ from shardwright.parallel.pipeline.forward.run import NeededError, Run
 from shardwright.parallel.pipeline.forward.streams import Streams
 from shardwright.parallel.pipeline.split import Split
 
+_ON_ZEROS = (
+    "\n  (while the borders were learned, from zeros where another stage returns something: own code cannot "
+    "make shapes of values there)\n  fix: do that in a layer that one stage holds"
+)
+
 Forward = Callable[[Run], Any]  # the model called on one micro-batch, what a stage returns to nobody
 
 
@@ -46,7 +51,8 @@ def learn(split: Split, model: nn.Module, forward: Forward, find: FindMesh, devi
     for stage in range(split.stages):
         told, ended = Told(), None
         if stage in split.mine:
-            told, ended = _tried(partial(_stage, stage, split, borders, forward, find, device, model))
+            run = partial(_stage, stage, split, borders, forward, find, device, model)
+            told, ended = _tried(run, _ON_ZEROS if stage else "")
         told = _from(split.rank_of[stage], told, split.mesh.get_group(), device)
         if ended is not None and not isinstance(ended, Exception):  # SystemExit
             raise ended
@@ -61,13 +67,13 @@ def learn(split: Split, model: nn.Module, forward: Forward, find: FindMesh, devi
     return borders
 
 
-def _tried(run: Callable[[], Told]) -> tuple[Told, BaseException | None]:
+def _tried(run: Callable[[], Told], note: str) -> tuple[Told, BaseException | None]:
     try:
         return run(), None
     except ShardwrightError as error:
         return Told(error=str(error)), error
     except BaseException as error:  # noqa: BLE001  the other ranks wait to be told
-        return Told(error=words_of(error)), error
+        return Told(error=f"{words_of(error)}{note}"), error
 
 
 def _stage(
