@@ -169,11 +169,23 @@ def test_zeros_that_have_no_memory_are_read_beside_what_is_written(ranks):
     ranks(3, _zeros_without_memory)
 
 
+def _moved(x):
+    return x.redistribute(placements=[sw.Shard(1)]) if isinstance(x, sw.DTensor) else x
+
+
+def _handed_out(x):
+    if not isinstance(x, sw.DTensor):
+        return x
+    return sw.DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+
+
 BATCHES = {
     "an empty slice": lambda x, y: torch.cat([x[0, 4:], x[1], y[0]]),
     "passed over": lambda x, y: torch.cat([x[0, :0], y[0]]),
     "sgn": lambda x, y: torch.sgn(x) * y,
     "eq_": lambda x, y: x.clone().eq_(y) + x,
+    "moved": lambda x, y: _moved(x).sin() * y,
+    "handed out": lambda x, y: _handed_out(x).sin() * y,
 }
 
 

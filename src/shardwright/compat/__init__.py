@@ -86,6 +86,7 @@ transforms_on = torch._C._are_functorch_transforms_active
 unwrap_if_dead = _functorch.unwrap_if_dead
 use_count = torch.Tensor._use_count  # type: ignore[attr-defined]  # by torch itself; all of Python counts as one
 is_batch_of_gradients = _functorch.is_legacy_batchedtensor
+batch_of_gradients, members_of_batch = torch._add_batch_dim, torch._remove_batch_dim
 view_tracking = torch.autograd._force_original_view_tracking
 without_modes = _python_dispatch._disable_current_modes
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -413,6 +414,13 @@ def is_held_elsewhere(gradient: torch.Tensor, *, in_a_hook: bool = False) -> boo
     Args: in_a_hook: asked of what a hook got, of which the caller of the hook keeps one more.
     """
     return bool(gradient._use_count() > 1 + in_a_hook)  # type: ignore[attr-defined]
+
+
+def level_of_batches() -> int:
+    """The batch that is innermost where `is_grads_batched` runs a backward."""
+    level: int = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level - 1
 
 
 def hooks_of_loads(module: nn.Module) -> list[Callable[[], object]]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import is_held_elsewhere, transforms_on
+from shardwright.compat import (
+    batch_of_gradients,
+    is_batch_of_gradients,
+    is_held_elsewhere,
+    level_of_batches,
+    members_of_batch,
+    transforms_on,
+)
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending
 from shardwright.remember import remembered
@@ -50,6 +59,28 @@ def differentiated(grad: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and grad.requires_grad
 
 
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+
+
+def one_by_one(backward: Backward) -> Backward:
+    """A backward that also takes a batch of gradients (`is_grads_batched`, `jacobian(vectorize=True)`).
+
+    Its members are moved one after another: what they are inside of a batch has no layout.
+    """
+
+    @wraps(backward)
+    def each(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None or not is_batch_of_gradients(grad):
+            return backward(ctx, grad)
+        level = level_of_batches()
+        first, *others = zip(
+            *(backward(ctx, one) for one in members_of_batch(grad, level, 0, 0)), strict=True
+        )
+        return batch_of_gradients(torch.stack(first), 0, level), *(None for _ in others)
+
+    return cast("Backward", each)
+
+
 class FromLocal(torch.autograd.Function):
     """local tensor -> DTensor. Backward: the local part of the gradient in `grad_layout`'s placements."""
 
@@ -62,6 +93,7 @@ class FromLocal(torch.autograd.Function):
         return adopted(local, spec_of(layout, mesh))
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         if grad is None:
             return None, None, None, None
@@ -92,6 +124,7 @@ class ToLocal(torch.autograd.Function):
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if grad is None:
             return None, None
@@ -138,6 +171,7 @@ class Redistribute(torch.autograd.Function):
         return wrap(local, target)
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None]:
         if grad is None:
             return None, None

@@ -9,11 +9,16 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import DisableTorchFunctionSubclass, is_held_elsewhere, transforms_on
+from shardwright.compat import (
+    DisableTorchFunctionSubclass,
+    is_batch_of_gradients,
+    is_held_elsewhere,
+    transforms_on,
+)
 from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
-from shardwright.tensor.autograd import Redistribute, apply, gradient_spec, redistributed
+from shardwright.tensor.autograd import Redistribute, apply, gradient_spec, one_by_one, redistributed
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import TORCHS, PlacementsArgument, mesh_and_placements
@@ -126,9 +131,16 @@ def unmoved(x: DTensor) -> DTensor:
 def _brought(source: Token, gradient: DTensor | None) -> DTensor | None:
     if gradient is None:  # a derivative gave none
         return None
+    if is_batch_of_gradients(gradient):
+        return _each_brought(source, gradient)[0]
     if gradient._spec.token is source:  # what is a view of it is kept by a leaf, as if it were its own
         return cast("DTensor", gradient.clone()) if is_held_elsewhere(gradient, in_a_hook=True) else None
     return apply(Redistribute, gradient, gradient_spec(source, gradient._spec.token))
+
+
+@one_by_one
+def _each_brought(source: Token, gradient: DTensor) -> tuple[DTensor]:
+    return (apply(Redistribute, gradient, gradient_spec(source, gradient._spec.token)),)
 
 
 class _Same(Redistribute):
