@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from shardwright.checkpoint import save, save_hf
+from shardwright.checkpoint.hugging_face.under_way import metadata
+from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.folder_names import Journal
-from shardwright.checkpoint.storage.owner import this_process
+from shardwright.checkpoint.storage.owner import saves_here, this_process
 from shardwright.checkpoint.storage.writer import header_of
 from shardwright.errors import CheckpointError
 from shardwright.testing.rank_errors import RankError
@@ -95,6 +98,32 @@ def test_what_no_journal_and_no_header_proves_stays(tmp_path: Path) -> None:
         "named/saving-0123456789abcdef.json",
         ".noted.0123456789abcdef/saving-0123456789abcdef.json",
     }
+
+
+@pytest.mark.filterwarnings("ignore:this file system has no locks")
+def test_without_locks_the_journal_of_an_export_says_that_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "lock_folder", no_locks)
+    for number, since in ((1, "0"), (2, this_process().since)):
+        save, folder = f"{number:016x}", tmp_path / str(number)
+        folder.mkdir()
+        saves_here.add(save)
+        text = Journal(save, (), replace(this_process(), since=since)).text
+        (folder / f"saving-{save}.json").write_bytes(text)
+        for name in (f".model.safetensors.{save}", "model-00001-of-00002.safetensors"):
+            (folder / name).write_bytes(header_of([], metadata(save)))
+    save_hf(nn.Linear(1, 1), tmp_path / "1")
+    assert [one.name for one in (tmp_path / "1").iterdir()] == ["model.safetensors"]
+    before = everything_below(tmp_path / "2")
+    with pytest.raises(CheckpointError, match=r"holds \.model\.safetensors\.0{15}2 already"):
+        save_hf(nn.Linear(1, 1), tmp_path / "2")
+    assert everything_below(tmp_path / "2") == before
+    saves_here.discard(save)
+
+
+def no_locks(path: Path) -> None:
+    raise disk.NoLocksError(95, "this file system has no locks (flock)", str(path))
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def save_hf(model: nn.Module, folder: Path | str, *, maps: Maps = (), max_shard_
     `from_pretrained` reads the files, whatever their types are).
 
     Args:
-        folder: it may hold other files, but no safetensors files yet.
+        folder: it may hold other files, but no safetensors files yet; what an interrupted export left goes.
         maps: those that `load_hf` took, `"auto"` too: read backwards here.
         max_shard_size: bytes of a file at most, unless one tensor is larger.
 

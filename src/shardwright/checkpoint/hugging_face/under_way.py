@@ -113,11 +113,18 @@ def _roll_back(store: LocalStore, mine: str = "", *, alone: bool) -> None:
     committed = not {SINGLE, INDEX}.isdisjoint(content.names)
     for name in content.names:
         found = _BEFORE.fullmatch(name)
-        told = [found[1]] if found else [] if committed or not _NAMED.fullmatch(name) else over
-        proven = found is not None and found[1] in over
-        if proven or (alone and any(says(store, name, _text(export)) for export in told)):
+        if found is not None:
+            proven = found[1] in over or (alone and says(store, name, _text(found[1])))
+        else:
+            named = _NAMED.fullmatch(name) is not None and not committed
+            proven = named and any(says(store, name, _text(export)) for export in over)
+        if proven:
             store.remove(name)
     tidy(store, look(store), mine, alone=alone)
+    left = store.names()
+    for export in over:  # without a lock they are still there
+        if not any(export in name for name in left if name != _journal(export)):
+            store.remove(_journal(export))
 
 
 def _text(export: str) -> bytes:
