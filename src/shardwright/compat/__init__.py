@@ -96,6 +96,8 @@ WAITS_FOR_ALL_GRADIENTS, SENDS_ALL_GRADIENTS = RELEASE == (2, 11), RELEASE == (2
 CANNOT_VIEW = (RuntimeError, ValueError)
 # Calls a function below the classes of its arguments: (function, types, args, kwargs).
 without_subclasses = torch._C._disabled_torch_function_impl
+# What packs the tensors that graphs save, if anybody does.
+packing = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 # A block in which torch's dispatcher skips autograd: nothing is recorded, and nobody is asked.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -116,6 +118,15 @@ def view_again(view: Any, base: Any) -> Any:
     """The view of another base that `view` is of its own: each view that led to it, once more."""
     with view_tracking(True):
         return view._view_func_unsafe(base)
+
+
+def will_run(node: Any, place: int) -> bool:
+    """Does the running backward want the gradient that a node gives at this place?"""
+    following = node.next_functions[place][0]
+    try:
+        return following is not None and bool(torch._C._will_engine_execute_node(following))
+    except RuntimeError:  # an input of `torch.autograd.grad`
+        return True
 
 
 def unfollowed(x: torch.Tensor) -> torch.Tensor | None:

@@ -24,10 +24,11 @@ from shardwright.compat import (
     function_modes_on,
     increment_versions,
     modes_on,
+    packing,
     without_subclasses,
 )
 from shardwright.tensor import finished_forms
-from shardwright.tensor.dispatch import any_number, short, whole_functions
+from shardwright.tensor.dispatch import any_number, one_node, short, whole_functions
 from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dispatch.ways import kept_form
 from shardwright.tensor.dtensor import DTensor
@@ -39,7 +40,7 @@ from shardwright.tensor.wrap import held_outside, wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 13  # `VERSION` of the C file
+_BUILT = 14  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -151,6 +152,9 @@ def _boundary(made: ModuleType, call: Any, below_it: Any) -> Any:
         of_any_number=any_number.functions,
         mixing=MIXING,
         localize=compute_view,
+        nodes=one_node.NODES,
+        node_calls=one_node.calls,
+        packing=packing,
     )
 
 

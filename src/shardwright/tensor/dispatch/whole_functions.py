@@ -33,7 +33,7 @@ from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs
 from shardwright.rules.op import is_view
-from shardwright.tensor.dispatch import any_number, call, short
+from shardwright.tensor.dispatch import any_number, call, one_node, short
 from shardwright.tensor.dispatch.bindings import Heard, Listening
 from shardwright.tensor.dispatch.same_local_calls import does_the_same, place_of
 from shardwright.tensor.dispatch.ways.list_arguments import Taken
@@ -69,11 +69,12 @@ def meet(func: Any) -> bool:
     """May a call of this function be whole? Only one of torch's own, that is not done in a way of ours."""
     of_torch = isinstance(func, _IN_C)
     module = getattr(func, "__module__", None) or ""
-    may = of_torch or func in _REFLECTED or module in _HOMES
+    ours = func in one_node.WHOLE
+    may = of_torch or func in _REFLECTED or module in _HOMES or ours
     if func in boundary.OWN or func in READING or func in boundary.AUTOGRAD:
         may = False
     may = may and getattr(func, "__name__", "") not in _OTHERS
-    if of_torch or module.partition(".")[0] == "torch":
+    if of_torch or ours or module.partition(".")[0] == "torch":
         if len(functions) >= _MANY:
             functions.clear()
         functions[func] = may
@@ -95,6 +96,8 @@ def first(way: Callable[..., Any], func: Any, types: Any, args: Args, kwargs: di
     if registry.registry.generation == rules:
         if on_lists:
             _learn_list(func, args, kwargs or {}, key, numbers, listening.asked, out)
+        elif one_node.is_wanted(func, args):
+            _learn_node(func, args, key, listening, out)
         elif listening.too_many:
             _keep_call(key, False)
         else:
@@ -156,13 +159,22 @@ def _learn(func: Any, args: Args, kwargs: Kwargs, key: _Key, heard: list[Heard],
     if all(is_view(each.op) for each in heard):  # or no op at all
         functions[func] = None if heard and isinstance(func, _IN_C) else False
         return
-    found = _found(func, args, kwargs, heard, out)
+    is_asked_for = (
+        isinstance(out, DTensor) and out.requires_grad
+    )  # by a keyword, which torch obeys after the op
+    found = None if is_asked_for else _found(func, args, kwargs, heard, out)
     if found is None and _never(func):
         functions[func] = False
     hands_on = found is not None and len(heard) == 1 and _hands_numbers_on(func, key, heard[0])
     if hands_on:
         any_number.functions.add(func)
     _keep_call(key, found or False, holds_for_all=hands_on)
+
+
+def _learn_node(func: Any, args: Args, key: _Key, listening: Listening, out: Any) -> None:
+    found = None if listening.too_many else _found(func, args, {}, listening.asked, out)
+    spec = None if found is None else found.results[0]
+    _keep(one_node.calls, key, False if spec is None else one_node.node_of(func, args, spec))
 
 
 def _hands_numbers_on(func: Any, key: _Key, heard: Heard) -> bool:
@@ -190,8 +202,6 @@ def _found(func: Any, args: Args, kwargs: Kwargs, heard: list[Heard], out: Any) 
     last = recipes[-1] if recipes else None
     operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
     if last is None or None in recipes or not isinstance(out, DTensor) or not _are_plain(operands):
-        return None
-    if out.requires_grad:  # said by a keyword argument, which torch obeys after the op
         return None
     if last.written is None:
         place = place_of(out, heard[-1].returned)

@@ -19,10 +19,10 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 13 };
+enum { VERSION = 14 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
-enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 28 };
+enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 32 };
 enum {
     RECIPES = OF_DISPATCH, /* key -> Short */
     RECIPE,                /* the class Short */
@@ -77,6 +77,9 @@ enum {
     OF_ANY_NUMBER,          /* functions whose numbers are told apart by their class */
     MIXING,                 /* functions that see the local tensors of localized parameters beside plain ones */
     LOCALIZE,               /* the local tensor of a localized parameter, differentiably */
+    NODES,                  /* functions that may be one node of a graph of gradients */
+    NODE_CALLS,             /* key -> what runs such a call, or False */
+    PACKING,                /* who packs what graphs save */
     INNER,                  /* `whole_inside`, made here */
     END_OF_BOUNDARY
 };
@@ -89,7 +92,8 @@ static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "m
 static const char *const held_by_boundary[] = {
     "compiler", "harmless", "reading", "own", "state", "below", "plain", "made",
     "of_one_mesh", "spec_of", "of_lists", "lookups", "looks", "ours", "below_it", "functions", "meet",
-    "whole", "whole_lists", "first", "quiet", "forward", "gradients", "of_any_number", "mixing", "localize", NULL};
+    "whole", "whole_lists", "first", "quiet", "forward", "gradients", "of_any_number", "mixing", "localize",
+    "nodes", "node_calls", "packing", NULL};
 
 /* The fields of a recipe, in the order of `short.Short`. */
 enum { CALL, RESULTS, SEVERAL, WRITTEN, OVERRIDES, PLACED, BEGINS, BINDING, HOLDS, FIELDS };
@@ -1201,6 +1205,34 @@ static enum Found run_whole(
     return fresh == 0 ? UNKNOWN : fresh < 0 || *result == NULL ? FAILED : FOUND;
 }
 
+/* Are the operands such that a call on their local tensors is the call: plain ones, of which the graph of
+ * gradients knows nothing? */
+static enum Found are_locals_plain(Door *below, Call *call, int records) {
+    int constant = are_constant(&call->local, records);
+    return constant < 0 ? FAILED : constant && are_plain(below, &call->local) ? FOUND : UNKNOWN;
+}
+
+/* A call that records a gradient, as one node of its graph. UNKNOWN with `missing`: nothing is known of it. */
+static enum Found find_node(Door *door, Call *call, PyObject *given, int *missing, PyObject **result) {
+    enum Found found = are_locals_plain(door_of(door->held[BELOW_IT]), call, 1);
+    int quiet = found == FOUND ? is_quiet(door) : 1;
+    quiet = found == FOUND && quiet > 0 ? is_off(door->held[PACKING]) : quiet;
+    if (found != FOUND || quiet <= 0) {
+        return quiet < 0 ? FAILED : found == FOUND ? UNKNOWN : found;
+    }
+    PyObject *key = tuple_of(&call->part);
+    PyObject *runs = key == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(door->held[NODE_CALLS], key));
+    Py_XDECREF(key);
+    if (runs == NULL || runs == Py_False) {
+        *missing = runs == NULL;
+        Py_XDECREF(runs);
+        return PyErr_Occurred() ? FAILED : UNKNOWN;
+    }
+    *result = PyObject_Call(runs, given, NULL);
+    Py_DECREF(runs);
+    return *result == NULL ? FAILED : FOUND;
+}
+
 /* UNKNOWN with `missing`: nothing is known of this call. */
 static enum Found find_whole(Door *door, Call *call, PyObject *given, PyObject *args, PyObject *kwargs,
     int records, Py_ssize_t asked, int *missing, PyObject **result) {
@@ -1264,7 +1296,11 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
     Call call;
     (void)n;
     int wants = wants_gradient(door, below, args, &records, &asked);
-    if (wants != 0) {
+    if (wants > 0 && (kwargs == Py_None || !PyDict_GET_SIZE(kwargs))) {
+        int as_node = PyDict_Contains(door->held[NODES], func);
+        wants = as_node < 0 ? -1 : as_node ? 2 : 1;
+    }
+    if (wants == 1 || wants < 0) {
         return wants < 0 ? NULL : Py_NewRef(goes_on);
     }
     begin(&call);
@@ -1276,7 +1312,9 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
     if (found == FOUND && kwargs != Py_None && PyDict_GET_SIZE(kwargs)) {
         local_kwargs = collect_kwargs(below, &call, kwargs, &found);
     }
-    if (found == FOUND && call.operand.size) {
+    if (found == FOUND && wants) {
+        found = find_node(door, &call, args, &missing, &result);
+    } else if (found == FOUND && call.operand.size) {
         found = find_whole(door, &call, args, local_args, local_kwargs, records, asked, &missing, &result);
     } else if (found == FOUND) {
         found = UNKNOWN;
