@@ -14,7 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.comm.dtype import as_bytes
 from shardwright.comm.record import source_line
-from shardwright.compat import FakeTensor, outside_transforms, transforms_on, unfollowed, version_of
+from shardwright.compat import (
+    FakeTensor,
+    function_modes_on,
+    outside_transforms,
+    transforms_on,
+    unfollowed,
+    version_of,
+)
 from shardwright.compat.dynamo import never_traced
 from shardwright.errors import SpmdError
 from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
@@ -36,6 +43,9 @@ _on_the_host = partial(
     never_traced,
     why="spmd compares plain tensors between the ranks, which no graph holds; fix: spmd(mesh, check=False)",
 )
+# Arguments beside which there is no plain tensor: DTensors, and what can hold none.
+_SIMPLE = frozenset({DTensor, bool, int, float, type(None), torch.dtype})
+_OURS = (DTensor,)
 # Lists that are given to these are read in C, below all dispatch.
 _READ_IN_C = frozenset({torch.tensor, torch.as_tensor})
 # A line, and the mesh of its block: the ranks that compare together. None where nothing is compared.
@@ -92,6 +102,10 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not torch.compiler.is_compiling() and types == _OURS:
+            given = (*args, *kwargs.values()) if kwargs else args
+            if _SIMPLE.issuperset(map(type, given)) and not function_modes_on():  # nobody else is asked
+                return DTensor.__torch_function__(func, types, args, kwargs)
         kwargs = kwargs or {}
         if func in _READ_IN_C:
             args, kwargs = tuple(map(_readable, args)), {k: _readable(v) for k, v in kwargs.items()}
