@@ -233,11 +233,15 @@ def _functions_are_seen():
         torch.sin(x)
     with _SeesFunctions() as mode:
         torch.sin(x)
-    return mode.seen
+    alone, block = mode.seen[:], sw.spmd(x.device_mesh)
+    mode.seen.clear()
+    with _SeesFunctions() as around, block:
+        torch.sin(x)
+    return alone, around.seen
 
 
 def test_a_mode_of_functions_sees_what_the_program_called_and_no_more(ranks):
-    assert ranks(1, _functions_are_seen) == [["sin"]]
+    assert ranks(1, _functions_are_seen) == [(["sin"], ["sin"])]
 
 
 def _rules_and_forgetting():
