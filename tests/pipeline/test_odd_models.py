@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.errors import ParallelError
-from shardwright.grads import clip_grad_norm_
+from shardwright.grads import GradientSynchronizer, clip_grad_norm_
 from shardwright.parallel import (
     Pipeline,
     parallelize_fsdp,
@@ -335,3 +335,44 @@ def _one_rank_has_the_loss() -> None:
 def test_a_loss_that_one_tensor_parallel_rank_has(ranks):
     """Its peers hold nothing of it, and their backwards failed while it waited for them."""
     ranks(4, _one_rank_has_the_loss)
+
+
+class TiedHead(nn.Module):
+    """The weight of the first stage is a head in the last, beside a head that some losses read alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(H, H, bias=False), Part()
+        self.tied, self.other = nn.Linear(H, H, bias=False), nn.Linear(H, H)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return self.tied(x), self.other(x), self.tied(x.detach())
+
+
+def _of_heads(out, target):
+    return out[int(target[0])].square().sum()
+
+
+def _data_ranks_read_other_heads(heads):
+    torch.manual_seed(0)
+    model, rows = TiedHead(), torch.randn(8, H)
+    one, mesh = copy.deepcopy(model), rank_mesh((2, 2), ("pp", "dp"))
+    parallelize_pipeline(model, mesh["pp"], ["second"])
+    parallelize_replicate(model, mesh["dp"])
+    own = mesh.get_local_rank("dp")
+    pipeline = Pipeline(model, _of_heads, micro_batches=2)
+    for _ in range(2):
+        pipeline.step(rows.chunk(2)[own], target=torch.full((4,), heads[own]))
+        for part, head in zip(rows.chunk(2), heads, strict=True):
+            _of_heads(one(part), [head]).backward()
+    GradientSynchronizer(model).synchronize()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), one.get_parameter(name).grad, msg=name)
+
+
+@pytest.mark.parametrize("heads", [(1, 0), (2, 0)])
+def test_data_ranks_may_use_one_copy_of_a_tied_weight_alone(ranks, heads):
+    """Gradients of a copy were finished over the data ranks, of which one had none: they waited."""
+    ranks(4, _data_ranks_read_other_heads, heads, timeout=30)

@@ -34,7 +34,7 @@ def _patch(fault):
         "tied gradients are not summed": (
             ties.Ties,
             "_total",
-            lambda self, tie: ties._finished(tie.parameter),
+            lambda self, tie: ties._brought(tie.parameter),
         ),
         "micro-batches are averaged": (pipeline.Pipeline, "_scaled", averaged),
         "each stage clips by its own norm": (clip, "_over_stages", lambda power, *_, wide: (power, wide)),

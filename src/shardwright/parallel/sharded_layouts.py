@@ -66,13 +66,13 @@ def sharded_layouts(
     left = tuple(name for name in stay if name in use.summed)
     return ShardedLayouts(
         spec_of(value, home),
-        spec_of(_in_terms(value, left), home),
+        spec_of(in_terms(value, left), home),
         inner,
-        None if inner is None else spec_of(_in_terms(finished(inner.layout), (*gone, *left)), inner.mesh),
+        None if inner is None else spec_of(in_terms(finished(inner.layout), (*gone, *left)), inner.mesh),
     )
 
 
-def _in_terms(layout: Layout, axes: tuple[str, ...]) -> Layout:
+def in_terms(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """Pending on those of these axes on which it is whole."""
     pairs = zip(layout.axes, layout.placements, strict=True)
     return layout.with_placements({a: Partial("sum") for a, p in pairs if a in axes and p.is_replicated})

@@ -17,6 +17,8 @@ from shardwright.comm.record import because
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.split import Split
+from shardwright.parallel.sharded_layouts import in_terms
+from shardwright.tensor.spec import spec_of
 from shardwright.tensor.wrap import as_ours, wrap
 
 
@@ -97,7 +99,7 @@ class Ties:
         return used
 
     def _total(self, tie: _Tie) -> Tensor:
-        gradient = _finished(tie.parameter)
+        gradient = _brought(tie.parameter)
         terms = self._exchanged(tie, _local(gradient), "gradients of tied weights of two stages")
         total = terms[0]
         for term in terms[1:]:
@@ -181,17 +183,20 @@ def _local(x: Tensor) -> Tensor:
     return as_ours(x)._local_tensor if isinstance(x, TorchDTensor) else x
 
 
-def _finished(parameter: nn.Parameter) -> Tensor:
-    """The gradient in its parameter's layout, zeros where there is none."""
+def _brought(parameter: nn.Parameter) -> Tensor:
+    """The gradient in its parameter's layout, zeros where there is none.
+
+    A term on the axes whose ranks read other rows: of those some may have none.
+    """
     gradient = parameter.grad
+    if not isinstance(parameter, TorchDTensor) or not isinstance(gradient, TorchDTensor | None):
+        return torch.zeros_like(parameter).detach() if gradient is None else gradient
+    spec = as_ours(parameter)._spec
+    layout = in_terms(spec.layout, () if spec.use is None else spec.use.summed)
     if gradient is None:
-        return torch.zeros_like(parameter).detach()
-    if isinstance(gradient, TorchDTensor) and isinstance(parameter, TorchDTensor):
-        layout = as_ours(parameter)._spec.layout
-        ours = as_ours(gradient)
-        moved = ours.redistribute(ours.device_mesh, list(layout.placements), order=list(layout.order_names))
-        return moved.detach()
-    return gradient
+        return wrap(torch.zeros_like(_local(parameter)), spec_of(layout, spec.mesh)).detach()
+    moved = as_ours(gradient).redistribute(spec.mesh, list(layout.placements), order=list(layout.order_names))
+    return moved.detach()
 
 
 def _told(parameter: nn.Parameter) -> str:
