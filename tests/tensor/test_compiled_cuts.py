@@ -268,3 +268,31 @@ def _seen_in_buffers():
 
 def test_a_graph_sees_views_of_what_lies_anywhere_in_its_storage(ranks):
     ranks(2, _seen_in_buffers, timeout=120)
+
+
+def _attends(x, w):
+    """The gradients of three weights read `x` moved: one rank sends one run of it, its peer rows of it."""
+    heads = ((x @ w[i]).unflatten(-1, (4, 4)).transpose(1, 2) for i in range(3))
+    return functional.scaled_dot_product_attention(*heads, is_causal=True).square().sum()
+
+
+def _merged():
+    generator = torch.Generator().manual_seed(0)
+    plain = [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((2, 8, 16), (3, 16, 16))]
+    mesh = rank_mesh((2,), ("x",))
+    places = ([sw.ZigZag(1)], [sw.Replicate()])
+    given = [
+        sw.distribute_tensor(x.detach(), mesh, p).requires_grad_() for x, p in zip(plain, places, strict=True)
+    ]
+    torch._dynamo.reset()
+    found, wanted = torch.compile(_attends, backend="aot_eager")(*given), _attends(*plain)
+    torch.testing.assert_close(found.full_tensor(), wanted)
+    found.backward()
+    wanted.backward()
+    for x, y in zip(given, plain, strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+
+
+def test_equal_moves_of_a_graph_are_as_many_on_each_rank(ranks):
+    """A rank that merged them had its peer wait for ever."""
+    ranks(2, _merged, timeout=60)

@@ -34,6 +34,8 @@ from shardwright.comm.pack import (
 from shardwright.comm.task import Task, tensor
 from shardwright.compat.graph_order import made_of, part_ways
 from shardwright.index.overlap import Strided, covers_in_order
+from shardwright.layout.layout import Layout
+from shardwright.layout.text import plain_cut
 from shardwright.plan.plan import Plan
 from shardwright.plan.work import Held, Memory, Reduction, Share, Transfer
 
@@ -55,6 +57,15 @@ class Packing:
     fill_counts: list[int]
     whole_sent: bool
     whole_filled: bool
+
+
+def _are_alike(layout: Layout) -> bool:
+    """Do equal parts make equal graphs on all ranks? Of a part in many pieces a rank may choose rows.
+
+    The numbers of these rows are a constant of their own in each call: torch merges two equal calls of a peer
+    that sends one run of its memory, and not those of this rank.
+    """
+    return layout.is_even and all(plain_cut(p) is not None for p in layout.placements if p.is_partition)
 
 
 def packing(work: Transfer, result: Memory, ranked: Sequence[Share], own: int) -> Packing:
@@ -150,7 +161,9 @@ class Exchanging(Task):
             sizes = [buffer.numel()] * self.group.size()
             return functional.gather_rows(buffer, sizes, self.group, axis=self.axis, reason=why)
         packing = self.packing
-        if torch.compiler.is_compiling() and not (self.plan.source.is_even and self.plan.target.is_even):
+        if torch.compiler.is_compiling() and not (
+            _are_alike(self.plan.source) and _are_alike(self.plan.target)
+        ):
             part_ways()  # what is one exchange to a rank may be two to its peers
         return functional.exchange_rows(
             buffer, packing.fill_counts, packing.send_counts, self.group, axis=self.axis, reason=why
