@@ -101,16 +101,18 @@ def _ours(gradients: Any) -> tuple[Any, ...]:
 
 
 def _as_edges(values: Sequence[Any]) -> bool:
-    """May these be given as edges? torch's own errors are for what needs no gradient; a trace has none."""
-    return bool(values) and all(
-        isinstance(v, torch.Tensor) and v.requires_grad and not _is_traced(v) and not _has_no_node(v)
-        for v in values
-    )
+    """May these be given as edges? torch's own errors are for what needs no gradient; a trace has none.
 
-
-def _has_no_node(value: torch.Tensor) -> bool:
-    """A view, taken without gradients, of what wants one wants one too, and is in no graph."""
-    return value.grad_fn is None and value._base is not None and value._base.requires_grad
+    A view, taken without gradients, of what wants one wants one too, and is in no graph.
+    """
+    if not values:
+        return False
+    for v in values:
+        if not isinstance(v, torch.Tensor) or not v.requires_grad or _is_traced(v):
+            return False
+        if v.grad_fn is None and v._base is not None and v._base.requires_grad:
+            return False
+    return True
 
 
 def _is_traced(value: torch.Tensor) -> bool:
