@@ -211,6 +211,28 @@ def test_writes_that_one_device_refuses_for_their_memory_are_refused_on_every_ra
     ranks(2, _as_on_one_device, part, timeout=240)
 
 
+ONTO_A_FACTOR = {
+    "addmm_": lambda x, y: x.addmm_(x, y),
+    "mm": lambda x, y: torch.mm(x, y, out=x),
+    "addmm": lambda x, y: torch.addmm(x, x, y, out=x),
+}
+
+
+def _products_onto_a_factor():
+    draw = torch.Generator().manual_seed(0)
+    full, square = torch.randn(2, 5, generator=draw), torch.randn(5, 5, generator=draw)
+    for name, write in ONTO_A_FACTOR.items():
+        for placement in (sw.Shard(0), sw.Replicate()):  # of a single row torch's kernel reads what it wrote
+            x, y = place(full.clone(), (placement,)), place(square, (sw.Replicate(),))
+            expected = write(full.clone(), square)
+            write(x, y)
+            torch.testing.assert_close(x.full_tensor(), expected, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_a_product_is_written_onto_its_factor(ranks):
+    ranks(2, _products_onto_a_factor)
+
+
 def _nothing_is_written_twice():
     """Without elements no two are one place, whatever the strides are."""
     for write in ("round_", "zero_", "sin_", "exponential_"):

@@ -42,7 +42,7 @@ def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[
         if func._schema.name in LAYS:
             locals_ = list(map(LAYS[func._schema.name], locals_, tensors))
     if prepared.mutated and len(locals_) > 1:
-        keep_apart(locals_, prepared.mutated)
+        keep_apart(func, locals_, prepared.mutated)
     if prepared.skip:
         out = _nothing(prepared, func, kwargs.get("device"), tensors, locals_)
         _write_nothing(prepared, out, locals_)

@@ -113,15 +113,20 @@ def _copies_self(func: Op) -> bool:
     return name in _COPY_SELF and first.alias_info is None
 
 
-def keep_apart(locals_: list[torch.Tensor], mutated: Sequence[int]) -> None:
+# Products whose kernels read a factor while they write the result: of a single row, what they wrote.
+_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm"))
+
+
+def keep_apart(func: Op, locals_: list[torch.Tensor], mutated: Sequence[int]) -> None:
     """Copy the local parts that are read and lie where another one is written.
 
     The logical tensors were asked already; between their elements may be gaps that a rank's few have not.
     """
+    onto_itself = func._schema.name.rstrip("_") in _PRODUCTS
     for operand in mutated:
         target = locals_[operand]
         for index, x in enumerate(locals_):
-            if index not in mutated and x is not target and _meet(target, x):
+            if index not in mutated and (onto_itself or x is not target) and _meet(target, x):
                 locals_[index] = x.clone()
 
 
