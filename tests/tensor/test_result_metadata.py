@@ -1,5 +1,6 @@
 """What an op returns is known by the call: by the types of its numbers and by what they are."""
 
+import operator
 from itertools import permutations
 
 import torch
@@ -46,6 +47,10 @@ def _numbers_that_leave_the_dtype():
             wanted, got = call(plain, other), call(x, other)
             assert sw.layout_of(got).dtype == got.to_local().dtype == wanted.dtype, (call, other)
             close(got, wanted, f"{call}, {other}")
+    plain = torch.tensor([True, False, True])
+    x = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
+    for shift in (operator.lshift, operator.rshift):  # of bools torch's refuse them
+        close(shift(x, 1), shift(plain, 1), str(shift))
 
 
 def _other_widths():

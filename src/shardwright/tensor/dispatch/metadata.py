@@ -80,7 +80,14 @@ def _of_attention(query: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.
 
 
 # Ops whose function for tensors without data asks for more than their kernels do, and one that does not.
+def _of_shift(op: Callable[..., torch.Tensor], x: torch.Tensor, by: Any) -> torch.Tensor:
+    """torch's own refuses the bools that kernels take, beside whole numbers."""
+    return (torch.bitwise_left_shift if x.dtype == torch.bool else op)(x, by)
+
+
 _OWN: dict[str, Callable[..., Any]] = {
+    "aten::__lshift__": partial(_of_shift, torch.ops.aten.__lshift__),
+    "aten::__rshift__": partial(_of_shift, torch.ops.aten.__rshift__),
     "aten::_grouped_mm": grouped_product,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
     "aten::linalg_vector_norm": _of_vector_norm,
