@@ -11,7 +11,7 @@ from shardwright.placement import Box, Interleaved, Partial, Partition, Pending,
 from shardwright.plan import decide, exchange, plan_redistribution
 from shardwright.plan.exchange import Exchange
 from shardwright.plan.holders import every_coords
-from shardwright.plan.steps import AllReduce
+from shardwright.plan.steps import AllReduce, Combine, LocalMove
 from tests.plan.kinds import MESHES, mesh_shape, random_pairs, small_integers
 from tests.plan.lockstep import Lockstep, scattered_terms
 
@@ -170,6 +170,29 @@ class ChessTiles(Partition):
     def region(self, shape, n, coord):
         cells = [(i, j) for i in reversed(range(shape[0])) for j in range(shape[1]) if (i + j) % n == coord]
         return Region([Box(cell, (1, 1)) for cell in cells], (1, len(cells)))
+
+
+class Halved(Pending):
+    """Half of the sum of the terms."""
+
+    def combine(self, locals):  # noqa: A002
+        return sum(locals) / 2
+
+    def embed(self, x, n, coord):
+        return x * 2 if coord == 0 else torch.zeros_like(x)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "product", "norm2"])
+def test_one_term_is_finished_as_it_is(op):
+    source = layout((1,), [Partial(op)])
+    plan = plan_redistribution(source, layout((1,), [R]))
+    assert [type(step) for step in plan.steps] == [LocalMove]
+    mixed = plan_redistribution(layout((1, 4), [Partial(op), S0]), layout((1, 4), [R, R]))
+    assert not any(isinstance(step, Combine) for step in mixed.steps)
+    values = torch.tensor([-0.0, -2.0, 0.0, 3.0, float("inf"), -1.5]).expand(8, 6)
+    (found,) = Lockstep(plan).run([values])
+    assert torch.equal(found.view(torch.int32), values.contiguous().view(torch.int32))
+    run_and_check(layout((1,), [Halved()]), layout((1,), [R]), values)
 
 
 @pytest.mark.parametrize("order", [("a0", "a1"), ("a1", "a0")])

@@ -17,6 +17,7 @@ from shardwright.errors import PlanError
 from shardwright.index.region import Shape
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
+from shardwright.placement.partial import Partial
 from shardwright.plan import network
 from shardwright.plan.cost import lower_bound, matching
 from shardwright.plan.decide_between import DecisionBetween
@@ -232,7 +233,7 @@ class _Decision:
         return levels, reason if len(levels) == len(steps) else f"{reason}; {_LEVELS}"
 
     def _flat_moves(self, arrival: Map, native: AllReduce | None, in_one_round: bool | None) -> Moves:
-        if self.reduced and arrival.elements:
+        if self.reduced and arrival.elements and not self._has_one_term():
             return self._reductions(arrival, native, in_one_round)
         exchange = _exchange(self.before, arrival)
         gather = self._is_even_gather(exchange)
@@ -241,6 +242,10 @@ class _Decision:
         if arrival.elements == 0 or exchange.moved == 0:
             return [LocalMove(self.before, arrival)], _LOCAL
         return [exchange], _GATHER if gather else _DIRECT
+
+    def _has_one_term(self) -> bool:
+        """Is what is pending finished as it is: on axes of one rank, by a reduction that leaves one term?"""
+        return all(of.n == 1 and type(of.pending) is Partial for of in self.change.reduced)
 
     def _is_even_gather(self, exchange: Exchange) -> bool:
         # Without an axis that only the target cuts, M = E says that every rank's part is wanted by its peers.
