@@ -57,8 +57,11 @@ def _first_and_second(operands, seed):
     y = F.linear(*operands)
     grads = torch.autograd.grad(y.pow(3).sum() / 7, operands, create_graph=True)
     again = torch.autograd.grad(sum(g.square().sum() for g in grads), operands)
+    batch = torch.autograd.grad(
+        F.linear(*operands), operands, torch.stack([seed, seed]), is_grads_batched=True
+    )
     plain = torch.autograd.grad(F.linear(*operands), operands, seed)
-    return [y, *grads, *again, *plain], y.grad_fn.name()
+    return [y, *grads, *again, *batch, *plain], y.grad_fn.name()
 
 
 def _layers():

@@ -65,7 +65,7 @@ Backward = TypeVar("Backward", bound=Callable[..., Any])
 def one_by_one(backward: Backward) -> Backward:
     """A backward that also takes a batch of gradients (`is_grads_batched`, `jacobian(vectorize=True)`).
 
-    Its members are moved one after another: what they are inside of a batch has no layout.
+    Its members are taken one after another: what they are inside of a batch has no layout.
     """
 
     @wraps(backward)
@@ -73,10 +73,11 @@ def one_by_one(backward: Backward) -> Backward:
         if grad is None or not is_batch_of_gradients(grad):
             return backward(ctx, grad)
         level = level_of_batches()
-        first, *others = zip(
-            *(backward(ctx, one) for one in members_of_batch(grad, level, 0, 0)), strict=True
+        found = zip(*(backward(ctx, one) for one in members_of_batch(grad, level, 0, 0)), strict=True)
+        return tuple(
+            None if members[0] is None else batch_of_gradients(torch.stack(members), 0, level)
+            for members in found
         )
-        return batch_of_gradients(torch.stack(first), 0, level), *(None for _ in others)
 
     return cast("Backward", each)
 

@@ -23,6 +23,7 @@ from shardwright.compat import nn_functions, will_run
 from shardwright.layout.layout import all_hold_some
 from shardwright.remember import memo
 from shardwright.rules.call import Args
+from shardwright.tensor.autograd import one_by_one
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.wrap import wrap
@@ -75,6 +76,7 @@ class Linear(torch.autograd.Function):
         return wrap(nn_functions.linear(x._local_tensor, weight._local_tensor, local), spec)
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the operands that the running backward wants."""
         found: list[torch.Tensor | None] = [None, None, None]
