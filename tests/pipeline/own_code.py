@@ -29,6 +29,18 @@ class Base(nn.Module):
         return x
 
 
+class Stops(Base):
+    """The last part asks those before it for no gradient."""
+
+    class Detaches(Part):
+        def forward(self, x):
+            return super().forward(x.detach())
+
+    def __init__(self):
+        super().__init__()
+        self.layers[3] = self.Detaches()
+
+
 class ReturnsAFloat(Base):
     """A number that data decides divides on the other side of the cut."""
 

@@ -19,7 +19,7 @@ from shardwright.parallel import (
 )
 from shardwright.testing import rank_mesh
 from shardwright.testing.rank_device import here
-from tests.pipeline.own_code import Base, H, Part
+from tests.pipeline.own_code import Base, H, Part, Stops
 from tests.pipeline.ranks import whole
 
 
@@ -145,24 +145,9 @@ class Numbers(nn.Module):
         return self.then(y * number) + self.table(index)
 
 
-class Stops(Base):
-    """A later stage detaches what the parts before it returned: always all of it, or one stream."""
-
-    class Detaches(Part):
-        def forward(self, x):
-            return super().forward(x.detach())
-
-    def __init__(self):
-        super().__init__()
-        self.layers[3] = self.Detaches()
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class StopsOneStream(Stops):
+    """Of two streams one is detached."""
+
     def forward(self, x):
         beside, x = self.layers[0](x), self.layers[1](x)
         return self.layers[2](x) + self.layers[3](beside)

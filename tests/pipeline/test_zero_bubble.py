@@ -9,7 +9,7 @@ from torch import nn
 from shardwright.parallel import Pipeline, parallelize_pipeline
 from shardwright.parallel.pipeline.stage import _nodes, meet_once
 from shardwright.testing import rank_mesh
-from tests.pipeline.own_code import Base, H, Part
+from tests.pipeline.own_code import Base, H, Part, Stops
 
 
 class Crosses(Part):
@@ -54,20 +54,8 @@ class Twice(Base):
         return x
 
 
-class Detached(Base):
-    """The last stage asks the others for no gradient."""
-
-    class Detaches(Part):
-        def forward(self, x):
-            return super().forward(x.detach())
-
-    def __init__(self):
-        super().__init__()
-        self.layers[3] = self.Detaches()
-
-
 MODELS = {
-    "detached": (Detached, {}),
+    "detached": (Stops, {}),
     "own stream": (OwnStream, {}),
     "several places": (SeveralPlaces, {"scale": (0, 1, 2, 3)}),
     "twice": (Twice, {}),
