@@ -29,6 +29,9 @@ FOLLOWED = {
         [{"params": [q], "lr": 0.1 / (i + 1)} for i, q in enumerate(p)], eps=1e-3, fused=True
     ),
 }
+_ON_ONE_DEVICE = FOLLOWED | {  # it rounds to bfloat16
+    "muon": lambda p: optim.Muon([q for q in p if q.dim() == 2], lr=0.1)
+}
 
 
 def _pair(dtype=torch.float64):
@@ -211,7 +214,7 @@ def _of_two_sizes(name):
     torch.manual_seed(0)
     plain = nn.Linear(4, 3, dtype=torch.float64)
     model = copy.deepcopy(plain)
-    optimizers = [FOLLOWED[name](list(m.parameters())) for m in (plain, model)]
+    optimizers = [_ON_ONE_DEVICE[name](list(m.parameters())) for m in (plain, model)]
     schedules = [optim.lr_scheduler.StepLR(o, 3, 0.5) for o in optimizers]
     one, fast = _program(plain, optimizers[0]), sw.erase(_program(model, optimizers[1]))
     for place in range(18):
@@ -225,7 +228,7 @@ def _of_two_sizes(name):
     assert fast.report().replays >= 10, str(fast.report())
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw foreach", "adamw fused"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw foreach", "adamw fused", "muon"])
 def test_calls_of_two_sizes_follow_one_number(name):
     _of_two_sizes(name)
 

@@ -40,5 +40,5 @@ def rates_that_changed(
 
 
 def _can_follow(optimizer: torch.optim.Optimizer) -> bool:
-    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")  # some tell the package alone
     return of_torch and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
