@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -9,7 +10,18 @@ from torch.nn import functional
 import shardwright as sw
 from shardwright.context import REGULAR_DOMAIN, DeviceMeshParameters
 from shardwright.grads import GradientSynchronizer
-from shardwright.parallel import Pipeline, parallelize_fsdp, parallelize_pipeline, parallelize_tensor
+from shardwright.moe import MoELayer
+from shardwright.parallel import (
+    Pipeline,
+    parallelize_batch_norm,
+    parallelize_expert_parallel,
+    parallelize_fsdp,
+    parallelize_pipeline,
+    parallelize_replicate,
+    parallelize_tensor,
+)
+from shardwright.testing import rank_mesh
+from tests.moe.dense_loop import dense_loop
 
 WIDTH = 8
 
@@ -53,3 +65,40 @@ def _step():
 def test_what_crosses_a_border_is_on_a_slice_of_a_parameters_mesh(ranks):
     """Every parameter is on the axes of FSDP and of tensor parallelism together."""
     ranks(8, _step)
+
+
+class _Head(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), super().forward(x.detach())
+
+
+def _two_stages(kind):
+    torch.manual_seed(0)
+    middle = {"experts": lambda: MoELayer(WIDTH, 16, 4, 2), "batch norm": lambda: nn.BatchNorm1d(WIDTH)}
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), middle[kind](), _Head(WIDTH, WIDTH)).double()
+
+
+def _asked_by_some(kind):
+    """The loss of one data rank reaches the first stage, that of the other one does not."""
+    mesh = rank_mesh((2, 2), ("pp", "dp"))
+    me, model, alone = mesh["dp"].get_local_rank(), _two_stages(kind), _two_stages(kind)
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    if kind == "experts":
+        alone[1].forward = lambda x: dense_loop(dict(alone[1].named_parameters()), x, 2)
+        parallelize_expert_parallel(model, mesh["dp"], expert_shard_dim="dp")
+    else:
+        parallelize_batch_norm(model, mesh["dp"])
+    parallelize_pipeline(model, mesh["pp"], ["2"])
+    parallelize_replicate(model, mesh["dp"])
+    pipeline = Pipeline(model, lambda out, _: out[me].square().sum(), micro_batches=1, schedule="gpipe")
+    pipeline.step(x[2 * me : 2 * me + 2])
+    GradientSynchronizer(model).synchronize()
+    first, second = alone(x)
+    (first[:2].square().sum() + second[2:].square().sum()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), alone.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("kind", ["experts", "batch norm"])
+def test_data_ranks_whose_loss_does_not_reach_a_stage_run_its_backward_with_the_others(ranks, kind):
+    ranks(4, _asked_by_some, kind)

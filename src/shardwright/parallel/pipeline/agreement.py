@@ -172,8 +172,7 @@ class Agreement:
         return checks
 
 
-# What modules have whose calls send over ranks of other data: batch norms, logical dropout.
-_SCOPES = ("_statistics_over", LOGICAL)
+_STATISTICS = "_statistics_over"  # what a batch norm has whose calls send over ranks of other data
 
 
 def _peers(module: nn.Module, data: DeviceMesh | None) -> dict[ProcessGroup, str]:
@@ -181,12 +180,19 @@ def _peers(module: nn.Module, data: DeviceMesh | None) -> dict[ProcessGroup, str
     units = [p for p in module.parameters() if getattr(p, "_fully_sharded", "")]
     meshes = dict.fromkeys(p.device_mesh for p in units if isinstance(p, TorchDTensor))
     found = {group: axis for mesh in (data, *meshes) if mesh for axis, group in groups_above_one(mesh)}
+    return found | peers_of_layers(module) | _of_scopes(module, LOGICAL)
+
+
+def peers_of_layers(module: nn.Module) -> dict[ProcessGroup, str]:
+    """Those over which layers talk in their backwards too: experts, batch norms."""
     layers = [layer.communicator for layer in module.modules() if isinstance(layer, MoELayer)]
-    found |= {each.group: each.axis for each in layers if each is not None}
-    scopes = [
-        scope for m in module.modules() for name in _SCOPES if (scope := getattr(m, name, None)) is not None
-    ]
-    return found | {group: axis for scope in scopes for axis, group in scope.groups}
+    experts = {each.group: each.axis for each in layers if each is not None}
+    return experts | _of_scopes(module, _STATISTICS)
+
+
+def _of_scopes(module: nn.Module, name: str) -> dict[ProcessGroup, str]:
+    scopes = [scope for m in module.modules() if (scope := getattr(m, name, None)) is not None]
+    return {group: axis for scope in scopes for axis, group in scope.groups}
 
 
 def _hash(data: bytes) -> int:

@@ -12,8 +12,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.comm.functional import reduce_over
 from shardwright.compat import SENDS_ALL_GRADIENTS, tree_leaves
 from shardwright.errors import ParallelError
+from shardwright.parallel.pipeline.agreement import peers_of_layers
 from shardwright.parallel.pipeline.batch import Batch, copied
 from shardwright.parallel.pipeline.border import FindMesh, arriving, asked, leaving
 from shardwright.parallel.pipeline.failing import Failures, gradients, nothing
@@ -272,7 +274,8 @@ class Stage(PipelineStage):
     def _leave_out(self, number: int) -> None:
         """What left and nobody asks a gradient of begins no backward, as on one device.
 
-        Sharded units run theirs, with zeros: their data ranks gather together.
+        Sharded units run theirs, with zeros: their data ranks gather together. Where layers talk to ranks of
+        other data, nobody is none of these ranks.
         """
         module: Any = self.submod
         if self.is_last or not self.has_backward or module.units.are_in(self.stage_index):
@@ -280,7 +283,10 @@ class Stage(PipelineStage):
         left, came = self.fwd_cache[number]
         grads = zip(left, self._retrieve_recv_grads(number), strict=True)
         flags = asked([grad if x.requires_grad else None for x, grad in grads])
-        kept = tuple(x if flag else x.detach() for x, flag in zip(left, flags, strict=True))
+        told = torch.tensor(flags, dtype=torch.uint8, device=module.device)
+        for group, axis in peers_of_layers(module.model).items():
+            told = reduce_over(told, "max", group, axis=axis, reason="gradients that ranks of other data ask")
+        kept = tuple(x if flag else x.detach() for x, flag in zip(left, told.tolist(), strict=True))
         self.fwd_cache[number] = kept, came
 
     def _comes_apart(self, number: int, loss: Any) -> bool:
