@@ -130,6 +130,20 @@ def test_other_losses_are_means_over_the_whole_batch(ranks, world):
     ranks(world, _other_losses)
 
 
+def _losses_of_nothing():
+    for function in (functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss):
+        for layout in layouts_of(2):
+            d = place(full(0, 4), layout, requires_grad=True)
+            loss = function(d, place(full(0, 4), layout))
+            assert torch.isnan(loss.full_tensor())
+            loss.backward()
+            close(d.grad, full(0, 4), f"{function} {layout}")
+
+
+def test_the_gradient_of_a_mean_over_no_rows_is_empty(ranks):
+    ranks(3, _losses_of_nothing)
+
+
 def _naive_mean():
     """A mean of local means, planted: right on equal parts only."""
     x = full(5, 4)

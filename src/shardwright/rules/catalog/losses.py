@@ -22,13 +22,19 @@ from shardwright.rules.formula import Formula, formula
 from shardwright.rules.registry import rewrite
 from shardwright.rules.rule import register_rule
 
-_NONE, _MEAN = 0, 1
+_NONE, _MEAN, _SUM = 0, 1, 2
 _LOSSES = """
-    mse_loss mse_loss_backward smooth_l1_loss_backward huber_loss huber_loss_backward
-    soft_margin_loss soft_margin_loss_backward binary_cross_entropy_backward binary_cross_entropy_with_logits
+    mse_loss huber_loss soft_margin_loss soft_margin_loss_backward
+    binary_cross_entropy_backward binary_cross_entropy_with_logits
 """
 
 take_apart(*(f"aten::{name}.default" for name in _LOSSES.split()))
+
+
+@rewrite(*(f"aten::{name}_loss_backward.default" for name in ("mse", "smooth_l1", "huber")))
+def of_some_elements(op: Op, grad: Tensor, x: Tensor, target: Tensor, reduction: int, *rest: float) -> object:
+    """Their steps, which would divide the number 1 by the count; of no elements there is no gradient."""
+    return decomposed(op, grad, x, target, reduction if x.numel() else _SUM, *rest)
 
 
 @rewrite("aten::smooth_l1_loss.default")
