@@ -5,6 +5,8 @@ import operator
 import os
 import sys
 import types
+from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -43,6 +45,38 @@ class _Other:
 
 class _Based(_One):
     pass
+
+
+class _Tabled:
+    __numbers__ = _NUMBERS
+
+    def scaled(self, x):
+        return x * self.__numbers__["scale"]
+
+
+class _Makes(dict):
+    """What it gives it makes anew each time, as tables of activations do."""
+
+    def __getitem__(self, key):
+        kind, *numbers = super().__getitem__(key)
+        return kind(*numbers)
+
+
+class _Loads(Sequence):
+    """What it gives it would load."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, place):
+        raise AssertionError("nobody asks for it")
+
+
+_MADE = {v: (float, v) for v in (1.0, 2.0)}
+_MAKES, _LOADS = _Makes(scale=_MADE[1.0]), _Loads(1.0)
 
 
 _PRIVATE, _KEY, _BASED = _Private(), _Keyed(), _Based()
@@ -109,6 +143,11 @@ HOLDERS = {
     "a method of a list": (lambda x: x * _FIRST(0), _number),
     "an operator of a list": (lambda x: x * _OF_FIRST(_LIST), _number),
     "a key": (lambda x: x * sum(key.scale for key in _BY_KEY), lambda v: setattr(_KEY, "scale", v)),
+    "a table of a class under a name as Python's": (_Tabled().scaled, _number),
+    "a dict that makes what it gives": (
+        lambda x: x * _MAKES["scale"], lambda v: _MAKES.update(scale=_MADE[v]),
+    ),
+    "a sequence that loads": (lambda x: x * _LOADS.scale, lambda v: setattr(_LOADS, "scale", v)),
     "a private slot": (_PRIVATE.scaled, _PRIVATE.set),
     "a class below": (lambda x: x * _BASED.scale, _base),
     "a private name on a parameter": (lambda x: x * _WEIGHT._scale, lambda v: setattr(_WEIGHT, "_scale", v)),
@@ -145,6 +184,17 @@ def test_a_number_that_something_holds_is_read_again(name):
         put(v)
         torch.testing.assert_close(fast(x), program(x), rtol=0, atol=0)
     assert fast.report().replays >= 2 or name == "the arguments of the program", str(fast.report())
+
+
+def test_a_dict_is_not_filled_by_asking_it():
+    """One that makes what is missing."""
+    missed = defaultdict(float, scale=1.0)
+    fast, x = sw.erase(lambda x: x * missed.get("scale", 2.0)), torch.arange(3.0)
+    for scale in (1.0, 1.0, 2.0, 2.0):
+        if scale > 1:
+            missed.pop("scale", None)
+        torch.testing.assert_close(fast(x), x * scale)
+    assert (fast.report().replays, dict(missed)) == (2, {}), str(fast.report())
 
 
 def _module_that_comes(monkeypatch, tmp_path):

@@ -33,11 +33,6 @@ def is_weak(x: Any) -> bool:
     return issubclass(type(x), weakref.ref) or type(x) in weakref.ProxyTypes
 
 
-def is_weak_map(x: Any) -> bool:
-    """Is it a dict whose keys or values are weak references, which it shows as what they refer to?"""
-    return isinstance(x, weakref.WeakValueDictionary | weakref.WeakKeyDictionary)
-
-
 def referent_of(weak: Any) -> Any:
     """What it refers to, None where that is gone."""
     if issubclass(type(weak), weakref.ref):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwright.erased.facts import FLOAT, Fact, content
+from shardwright.erased.facts import FLOAT, Fact, answers_itself, content, each_of, item_of, length_of
 from shardwright.erased.given import of_tensor
 from shardwright.erased.held_by_c import is_alive, remembers
 from shardwright.erased.program import compiled
@@ -19,11 +19,11 @@ from shardwright.tensor.dtensor import DTensor
 _GONE = (KeyError, IndexError, AttributeError, ValueError, RuntimeError, ReferenceError)
 _COMPARED = frozenset({"length", "keys", "members", "content"})  # as a whole: by identity, else by `==`
 _READ = {
-    "item": "{holder}[{key}]",
+    "item": "item_of({holder}, {key})",
     "cell": "{holder}.cell_contents",
     "attribute": "getattr({holder}, {key})",
-    "length": "len({holder})",
-    "keys": "[*{holder}]",
+    "length": "length_of({holder})",
+    "keys": "[*each_of({holder})]",
     "members": "({holder}.__bases__, *vars({holder}).values())",
     "context": "{holder}.get({key})",
     "content": "content({holder})",
@@ -33,9 +33,9 @@ _READ = {
     "absent": "({key} not in {holder})",
     FLOAT: "{holder}[{key}]",
 }
-
-
-_FUNCTIONS = {"content": content, "remembers": remembers, "is_alive": is_alive}
+# The same in a fraction of the time, where C answers.
+_QUICK = {"item": "{holder}[{key}]", "length": "len({holder})", "keys": "[*{holder}]"}
+_FUNCTIONS = {each.__name__: each for each in (content, remembers, is_alive, item_of, length_of, each_of)}
 _FUNCTION = "def read(holder, key): return "
 _AGAIN = {
     kind: compiled(_FUNCTION + text.format(holder="holder", key="key"), {**_FUNCTIONS}, "read")
@@ -77,7 +77,7 @@ def _word(names: dict[str, Any], value: Any, *literals: type) -> str:
 def _asked(fact: Fact, names: dict[str, Any]) -> str:
     """A line that ends the search where the fact holds no more."""
     holder, value = _word(names, fact.holder), _word(names, fact.value, bool)
-    read = _READ[fact.kind].format(holder=holder, key=_word(names, fact.key, str, int, bool))
+    read = _form_of(fact).format(holder=holder, key=_word(names, fact.key, str, int, bool))
     if fact.kind == "attribute" and fact.key.isidentifier() and not iskeyword(fact.key):
         read = f"{holder}.{fact.key}"  # half the time of getattr
     if fact.kind in _COMPARED:
@@ -87,6 +87,11 @@ def _asked(fact: Fact, names: dict[str, Any]) -> str:
     if isinstance(fact.value, SCALARS) and not isinstance(fact.value, bool | None):
         return f"if (v := {read}) is not {value} and not same(v, {value}): return False"
     return f"if {read} is not {value}: return False"
+
+
+def _form_of(fact: Fact) -> str:
+    own = answers_itself(fact.holder) or hasattr(type(fact.holder), "__missing__")
+    return _READ[fact.kind] if own else _QUICK.get(fact.kind, _READ[fact.kind])
 
 
 def _of_tensor(place: int, x: torch.Tensor, names: dict[str, Any]) -> list[str]:

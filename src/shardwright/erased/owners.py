@@ -20,6 +20,16 @@ _OF_LIBRARIES_ON_TENSORS = frozenset(
     }
 )  # fmt: skip
 
+# What Python itself and `dataclasses` put into a class.
+OF_PYTHON = frozenset(
+    {
+        *vars(object), "__dict__", "__weakref__", "__module__", "__slots__", "__annotations__",
+        "__match_args__", "__dataclass_fields__", "__dataclass_params__", "__orig_bases__", "__parameters__",
+        "__type_params__", "__abstractmethods__", "__static_attributes__", "__firstlineno__",
+        "__annotate_func__", "__annotations_cache__",
+    }
+)  # fmt: skip
+
 
 def is_of_a_library(module: str) -> bool:
     """Is a module of this name torch's, this package's, numpy's or the standard library's?"""

@@ -32,9 +32,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwright.erased.facts import Fact, content
-from shardwright.erased.held_by_c import CACHE, answers_of, is_weak, is_weak_map, referent_of
-from shardwright.erased.owners import STANDARD, is_library, is_of_a_library, is_the_users, module_of
+from shardwright.erased.facts import Fact, answers_itself, content, each_of, is_built_in, item_of, length_of
+from shardwright.erased.held_by_c import CACHE, answers_of, is_weak, referent_of
+from shardwright.erased.owners import (
+    OF_PYTHON,
+    STANDARD,
+    is_library,
+    is_of_a_library,
+    is_the_users,
+    module_of,
+)
 from shardwright.erased.refuse import Refusal
 
 SCALARS = (
@@ -221,10 +228,16 @@ class World:
                 self._place(f"{path}.{name}", "attribute", value, name, getattr(value, name, None))
             self._attributes(path, value, [name for name in vars(value) if is_the_users(name)])
         else:
-            visitors = (visit for cls, visit in _VISITORS if isinstance(value, cls))
-            next(visitors, World._object)(self, path, value)
-            if isinstance(value, _CONTAINERS):  # of a class with attributes, perhaps
+            visit = self._visitor_of(value)
+            visit(self, path, value)
+            if visit is not World._object and isinstance(value, _CONTAINERS):  # with attributes, perhaps
                 self._object(path, value)
+
+    @staticmethod
+    def _visitor_of(value: Any) -> Callable[[World, str, Any], None]:
+        asked = is_built_in(value) or not answers_itself(value)
+        kinds = _VISITORS if asked else tuple(each for each in _VISITORS if each[0] not in (Mapping, Sequence))
+        return next((visit for cls, visit in kinds if isinstance(value, cls)), World._object)
 
     def _weakly(self, path: str, weak: Any) -> None:
         """A recording holds what the thing holds, and not itself: the program may ask whether it is gone."""
@@ -239,22 +252,20 @@ class World:
         self._seen.update(dict.fromkeys(self._weak))
 
     def _items(self, path: str, holder: Mapping[Any, Any]) -> None:
-        if is_weak_map(holder):
-            return  # it is an object, too, whose references are weak
-        self.facts.append(Fact(path, "keys", holder, None, [*holder]))
-        for key, value in holder.items():
+        self.facts.append(Fact(path, "keys", holder, None, [*each_of(holder)]))
+        for key in each_of(holder):
             self._todo.append((path, key))
-            self._place(f"{path}[{_named(key)}]", "item", holder, key, value)
+            self._place(f"{path}[{_named(key)}]", "item", holder, key, item_of(holder, key))
 
     def _sequence(self, path: str, holder: Any) -> None:
         if not isinstance(holder, tuple):
-            self.facts.append(Fact(path, "length", holder, None, len(holder)))
-        for place, value in enumerate(holder):
+            self.facts.append(Fact(path, "length", holder, None, length_of(holder)))
+        for place, value in enumerate(each_of(holder)):
             self._place(f"{path}[{place}]", "item", holder, place, value)
 
     def _set(self, path: str, holder: Any) -> None:
         self._state(path, holder)
-        self._todo += [(f"{path}{{}}", value) for value in holder]
+        self._todo += [(f"{path}{{}}", value) for value in each_of(holder)]
 
     def _attributes(self, path: str, holder: Any, names: Any) -> None:
         fields = vars(holder)
@@ -275,7 +286,7 @@ class World:
                         self._method_of_class(f"{path}.{name}", function)
                     if name in EXITS:
                         self.exits.add(id(getattr(value, "__code__", None)))
-                elif not name.startswith("__"):
+                elif name not in OF_PYTHON:
                     self._member(f"{path}.{name}", base, name, value)
 
     def _class_of(self, path: str, value: Any) -> None:
