@@ -235,9 +235,9 @@ class World:
 
     @staticmethod
     def _visitor_of(value: Any) -> Callable[[World, str, Any], None]:
-        asked = is_built_in(value) or not answers_itself(value)
-        kinds = _VISITORS if asked else tuple(each for each in _VISITORS if each[0] not in (Mapping, Sequence))
-        return next((visit for cls, visit in kinds if isinstance(value, cls)), World._object)
+        unasked = answers_itself(value) and not is_built_in(value)
+        found = next((each for each in _VISITORS if isinstance(value, each[0])), None)
+        return World._object if found is None or (unasked and found[0] in (Mapping, Sequence)) else found[1]
 
     def _weakly(self, path: str, weak: Any) -> None:
         """A recording holds what the thing holds, and not itself: the program may ask whether it is gone."""
