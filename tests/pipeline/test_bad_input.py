@@ -1,6 +1,7 @@
 """What cannot be a pipeline is said once, on every rank, and nothing has been changed then."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from shardwright.parallel import (
     parallelize_replicate,
     parallelize_tensor,
 )
-from shardwright.parallel.pipeline import schedules
+from shardwright.parallel.pipeline import agreement, schedules
 from shardwright.testing import rank_mesh
 from tests.pipeline.models import HIDDEN, Block, Decoder, hugging_face, loss_sum
 
@@ -377,6 +378,48 @@ def test_ranks_with_other_settings_are_refused(ranks, name, said):
     first, second = ranks(2, _other_settings, name)
     assert first == second
     assert f"pipeline: the ranks of the axis made it with different settings: {said}" in first
+
+
+def _refused_on_one_stage(what):
+    mesh = rank_mesh((2, 1), ("pp", "dp"))
+    cuts = ["layers.1", "layers.2", "layers.3"] if what == "schedule" else ["layers.2"]
+    model, is_last = parallelize_pipeline(Decoder(), mesh["pp"], cuts), mesh["pp"].get_local_rank() == 1
+    if what == "loss":
+        return _text(Pipeline, model, loss_sum if is_last else None, micro_batches=2)
+    if what == "schedule":
+        parallelize_fsdp(model.layers[3], mesh["dp"])  # does nothing where another rank has it
+        return _text(Pipeline, model, loss_sum, micro_batches=4, schedule="interleaved_zero_bubble")
+    if is_last:
+        parallelize_replicate(model, mesh["dp"])
+        return _text(parallelize_replicate, model, mesh["dp"])
+    with patch.object(agreement, "_PATIENCE", 0.2):
+        return _text(Pipeline, model, loss_sum, micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("loss", "rank 0 with no loss, rank 1 with a loss"),
+        ("schedule", "takes a backward apart"),
+        ("strategy", "axis 'dp' places this parameter already"),
+    ],
+)
+def test_what_is_refused_on_one_stage_is_told_to_those_that_wait(ranks, what, said):
+    for text in ranks(2, _refused_on_one_stage, what):
+        assert said in text
+
+
+def _refused_and_done_right():
+    mesh = rank_mesh((2, 1), ("pp", "dp"))
+    model = parallelize_pipeline(Decoder(), mesh["pp"], ["layers.2"])
+    if mesh["pp"].get_local_rank() == 1:
+        _text(parallelize_hsdp, model, mesh["dp"])
+    parallelize_fsdp(model, mesh["dp"])
+    Pipeline(model, loss_sum, micro_batches=2)
+
+
+def test_a_stage_that_was_refused_a_strategy_may_come_with_another(ranks):
+    ranks(2, _refused_and_done_right)
 
 
 def _complex_loss():

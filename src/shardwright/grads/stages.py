@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.compat import default_store
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ConfigError
 
@@ -29,15 +35,54 @@ class SharedByStages:
         return self
 
 
-# The axes over which models were cut in each world: a list of parameters may hold none of a stage that is
-# frozen. Of models that are gone too: when one goes is up to the garbage collector of each rank, and ranks
-# that differ about it would meet the wrong collectives of their peers. A world ends on all ranks alike.
-_cut: weakref.WeakKeyDictionary[object, dict[DeviceMesh, None]] = weakref.WeakKeyDictionary()
+# The axes over which models were cut in each world, and how often: a list of parameters may hold none of a
+# stage that is frozen. Of models that are gone too: when one goes is up to the garbage collector of each
+# rank, and ranks that differ about it would meet the wrong collectives of their peers. A world ends on all
+# ranks alike.
+_cut: weakref.WeakKeyDictionary[object, Counter[DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def note_cut(mesh: DeviceMesh) -> None:
     """The stages of a model are on the ranks of this axis."""
-    _cut.setdefault(dist.group.WORLD, {})[mesh] = None
+    _cut.setdefault(dist.group.WORLD, Counter())[mesh] += 1
+
+
+def tell_refused(parameters: Iterable[Tensor], why: str) -> None:
+    """Let ranks that wait for this one where stages meet hear why it may not come; sends nothing itself."""
+    known = next((found for p in parameters if (found := stages_of(p)) is not None), None)
+    if known is not None:
+        with suppress(RuntimeError):  # a store that is gone must not hide the error
+            default_store().set(_key(known.mesh, known.mesh.get_local_rank()), f"{_REFUSED}{why}")
+
+
+def meet(mesh: DeviceMesh, times: int, patience: float) -> str | None:
+    """Wait until all ranks of an axis have come here as often, but for a minute at most.
+
+    Returns: why one of them was refused a strategy, if it has not come all the same in `patience` seconds.
+    """
+    store, begun, refused = default_store(), time.monotonic(), math.inf
+    keys = [_key(mesh, rank) for rank in range(mesh.size())]
+    mine = keys[mesh.get_local_rank()]
+    store.set(mine, str(times))
+    while (now := time.monotonic()) < begun + _LONGEST:
+        said = [store.get(key).decode() if store.check([key]) else "0" for key in keys]
+        why = [f"rank {rank} of the axis: {x[1:]}" for rank, x in enumerate(said) if x[0] == _REFUSED]
+        if not why and min(map(int, said)) >= times:
+            break
+        refused = min(refused, now) if why else math.inf
+        if now > refused + patience:
+            store.set(mine, f"{_REFUSED}{why[0]}")
+            return why[0]
+        time.sleep(min((now - begun) / 8, 0.2))
+    return None
+
+
+def _key(mesh: DeviceMesh, rank: int) -> str:
+    cuts = _cut.get(dist.group.WORLD, Counter())[mesh]
+    return f"shardwright/stages/{mesh.get_group().group_name}/{cuts}/{rank}"
+
+
+_REFUSED, _LONGEST = "!", 60.0
 
 
 def axis_of_all() -> list[DeviceMesh]:

@@ -16,7 +16,7 @@ from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.pipeline.mark import is_cut
-from shardwright.parallel.same_model import agreed
+from shardwright.parallel.same_model import agreed, heard_by_stages
 
 _VERB, _REASON = "parallelize_batch_norm", "statistics of batch norm"
 _OVER = "_statistics_over"
@@ -25,6 +25,7 @@ _NORMS = MappingProxyType({nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.Batc
 _OTHERS = (nn.SyncBatchNorm, nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
+@heard_by_stages
 def parallelize_batch_norm(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Let every batch norm inside `module` see the whole batch, which is cut by rows over all axes of `mesh`.
 

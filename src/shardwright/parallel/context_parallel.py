@@ -13,7 +13,7 @@ from shardwright.compat import axis_names
 from shardwright.errors import ParallelError, refuse_other_kind, words_of
 from shardwright.parallel.expert import experts_of, spread_over
 from shardwright.parallel.meshes import is_other_view, named_axes, one_axis, refuse_twice
-from shardwright.parallel.same_model import agreed
+from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.parallel.sequence_scope import SequenceScope, find_scope
 from shardwright.parallel.swap import replace_parameters
 from shardwright.placement.base import Partition, Replicate
@@ -33,6 +33,7 @@ from shardwright.tensor.wrap import as_ours, wrap
 _OUTPUTS = ("cut", "whole")
 
 
+@heard_by_stages
 def parallelize_context(
     module: nn.Module,
     mesh: DeviceMesh,

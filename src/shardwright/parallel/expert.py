@@ -14,7 +14,7 @@ from shardwright.moe.layer import MoELayer
 from shardwright.parallel.meshes import named_axes, refuse_other_order
 from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.place import place_parameters
-from shardwright.parallel.same_model import agreed
+from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
@@ -123,6 +123,7 @@ def spread_over(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     return {p for p in placed if isinstance(p, TorchDTensor) and axes <= set(axis_names(p.device_mesh))}
 
 
+@heard_by_stages
 def parallelize_expert_parallel(
     module: nn.Module, mesh_experts: DeviceMesh, expert_shard_dim: str = "ep_shard"
 ) -> nn.Module:

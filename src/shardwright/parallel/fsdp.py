@@ -29,7 +29,7 @@ from shardwright.parallel.expert import spread_over
 from shardwright.parallel.fully_shard_arguments import by_name
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_order, refuse_twice
 from shardwright.parallel.place import local_plain, place_parameters
-from shardwright.parallel.same_model import Said, agreed
+from shardwright.parallel.same_model import Said, agreed, heard_by_stages
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
 from shardwright.parallel.sharded_layouts import beside_in, goes_within, sharded_layouts
 from shardwright.parallel.sharded_running import (
@@ -54,6 +54,7 @@ from shardwright.tensor.spec import Spec, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, wrap
 
 
+@heard_by_stages
 def parallelize_fsdp(
     module: Modules, mesh: DeviceMesh, *fully_shard_args: Any, **fully_shard_kwargs: Any
 ) -> Modules:

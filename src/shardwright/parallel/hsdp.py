@@ -10,10 +10,11 @@ from shardwright.errors import ParallelError
 from shardwright.parallel.fsdp import asked_of, shard_over
 from shardwright.parallel.fully_shard_arguments import by_name
 from shardwright.parallel.meshes import named_axes
-from shardwright.parallel.same_model import agreed
+from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.parallel.several import Modules, one_unit
 
 
+@heard_by_stages
 def parallelize_hsdp(
     module: Modules, mesh: DeviceMesh, shard_dim: str = "dp_cp_shard", **fully_shard_kwargs: Any
 ) -> Modules:

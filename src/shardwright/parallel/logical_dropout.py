@@ -23,7 +23,7 @@ from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError, RuleError
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.parallel.meshes import one_axis, refuse_other_order
-from shardwright.parallel.same_model import agreed
+from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.tensor.random.logical_mode import LogicalMode
 from shardwright.tensor.random.mode import random_mode
 from shardwright.tensor.random.rows import BatchRows, enter, leave
@@ -41,6 +41,7 @@ _NO_CALL = (
 )
 
 
+@heard_by_stages
 def logical_dropout(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Draw dropout masks, and noise of rows, as one device would that has the whole batch; in place.
 

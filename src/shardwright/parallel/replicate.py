@@ -8,11 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.place import place_parameters
-from shardwright.parallel.same_model import agreed
+from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.placement.base import Replicate
 from shardwright.tensor.distribute import refuse_source
 
 
+@heard_by_stages
 def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> nn.Module:
     """Replicate every parameter of `module` on all axes of `mesh`, in place.
 

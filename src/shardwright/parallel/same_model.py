@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import partial
+from functools import partial, wraps
 from types import NoneType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,13 @@ from shardwright.comm.record import because
 from shardwright.comm.told import told
 from shardwright.compat import FakeTensor, axis_names
 from shardwright.context.submesh import groups_above_one
-from shardwright.errors import ParallelError
+from shardwright.errors import ParallelError, ShardwrightError, words_of
+from shardwright.grads.stages import tell_refused
 from shardwright.parallel.place import local_plain
 from shardwright.placement.base import Placement
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _REASON = "compare the parameters to place"
 _NO_MORE, _ERROR = "no more parameters", "error: "
 _SAMPLES = 16  # of each parameter: who draws from another stream differs in all of them
@@ -64,6 +67,24 @@ def compared_before() -> Iterator[None]:
         yield
     finally:
         _here.trusted = before
+
+
+def heard_by_stages(verb: Callable[P, T]) -> Callable[P, T]:
+    """A strategy whose error on one stage alone is told to the stages that wait for it in `Pipeline(...)`."""
+
+    @wraps(verb)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return verb(*args, **kwargs)
+        except Exception as error:
+            given = args[0] if args else kwargs.get("module")
+            modules = given if isinstance(given, list) else [given]
+            own = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters()]
+            by_us = isinstance(error, ShardwrightError)
+            tell_refused(own, str(error) if by_us else f"{verb.__name__}: {words_of(error)}")
+            raise
+
+    return called
 
 
 @dataclass

@@ -15,7 +15,7 @@ from shardwright.errors import ParallelError, refuse_other_kind
 from shardwright.parallel.meshes import one_axis
 from shardwright.parallel.pipeline.mark import is_elsewhere, refuse_cut
 from shardwright.parallel.plan_of_styles import Styles, apply_styles
-from shardwright.parallel.same_model import agreed
+from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.parallel.swap import put_all, replace_parameters
 from shardwright.parallel.tensor.bring import brought_plan
 from shardwright.parallel.tensor.by_words import place_by_words
@@ -30,6 +30,7 @@ from shardwright.tensor.wrap import as_ours
 AUTO = "auto"
 
 
+@heard_by_stages
 def parallelize_tensor(
     module: nn.Module,
     mesh: DeviceMesh,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from shardwright.comm.record import because
 from shardwright.context.randomness import LOGICAL
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError, words_of
+from shardwright.grads.stages import meet
 from shardwright.moe.layer import MoELayer
 from shardwright.parallel.pipeline.failing import Failures
 from shardwright.parallel.pipeline.forward.leavings import Found
 from shardwright.parallel.pipeline.split import Split
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_PATIENCE = 3.0  # seconds in which a rank that was refused something may do it in another way, and come
 _BITS = 7  # bytes of a hash that fit a signed number of 8, and its negative
 
 
@@ -34,22 +37,40 @@ class Agreement:
     axis; 16 bytes before and after over the axes of `data`. The host waits for all of them.
     """
 
-    def __init__(
-        self, split: Split, module: nn.Module, data: DeviceMesh | None, device: torch.device
-    ) -> None:
-        self._split, self._data, self._device = split, data, device
-        self._peers = _peers(module, data)
+    def __init__(self, split: Split, device: torch.device) -> None:
+        self._split, self._device = split, device
+        self._data: DeviceMesh | None = None
+        self._peers: dict[ProcessGroup, str] = {}
 
-    def settle(self, said: Sequence[str]) -> None:
-        """Settings say which message a rank waits for next: compared before the first is sent.
+    @contextmanager
+    def settled(self, said: Sequence[str]) -> Iterator[None]:
+        """Inside, a rank looks at its settings; after it all ranks of the axis go on, or all raise.
 
-        Raises: ParallelError: on every rank, with the first that differs.
+        They say which message a rank waits for next, and are compared before the first is sent.
+
+        Raises: ParallelError: on every rank, with the first that differs, what is wrong on one of them, or
+            why a strategy was refused on one that does not come.
         """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as failed:  # noqa: BLE001  whatever it is, the other ranks wait
+            error = failed
+        self._split.met += 1
+        why = meet(self._split.mesh, self._split.met, _PATIENCE)
+        if why is not None:
+            raise error or ParallelError(f"Pipeline: a stage cannot go on\n  {why}")
         number = _hash("\n".join(said).encode())
-        total = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
-        high, low = self._over_stages(total, "max", "settings of a pipeline").tolist()
+        total = torch.tensor([number, -number, error is not None], dtype=torch.int64, device=self._device)
+        high, low, failing = self._over_stages(total, "max", "settings of a pipeline").tolist()
         if high != -low:
             self._refuse_different(said, "made it with different settings")
+        if failing:
+            self.tell(error)
+
+    def between(self, module: nn.Module, data: DeviceMesh | None) -> None:
+        """Ranks of other data take part in steps from here on."""
+        self._data, self._peers = data, _peers(module, data)
 
     def begin(self, said: Sequence[str], *, known: bool, error: BaseException | None) -> tuple[bool, int]:
         """Do all ranks know what crosses the borders for these arguments? And a seed for what they draw.

@@ -55,9 +55,10 @@ class Pipeline:
             "interleaved_zero_bubble" (several; the last for models that are not sharded beside).
         data: the axes whose ranks have other rows, for `step(count=)`.
     Raises: ParallelError: the module was not cut, an unknown schedule, stages that place tied weights in
-        different ways, a model that records outputs of its layers, ranks with other settings.
-    Cost: an all-reduce of 16 bytes over the axis; tied weights are sent once to the other stages that hold
-        them.
+        different ways, a model that records outputs of its layers, ranks with other settings; on every rank
+        of the axis, also what a strategy refused on one stage alone.
+    Cost: an all-reduce of 24 bytes over the axis, after a word through the store of the process group; tied
+        weights are sent once to the other stages that hold them.
     """
 
     def __init__(
@@ -76,28 +77,38 @@ class Pipeline:
                 f"Pipeline: {type(module).__name__} has no stages; cut it with "
                 "parallelize_pipeline(module, mesh['pp'], cuts) first"
             )
-        if data is not None and len(named_axes(data, "Pipeline(data=)")) and shared_ranks(data, split.mesh):
-            raise ParallelError(
-                f"Pipeline: data={axis_names(data)} has ranks of other stages, which have the same rows"
-            )
-        if loss is not None and not callable(loss):
-            raise ParallelError(f"Pipeline: loss={loss!r:.60} is no function of the output and the target")
         self.module, self.loss, self.data, self._split = module, loss, data, split
         self._device = device_of(split.mesh.device_type)
-        self._agreement = Agreement(split, module, data, self._device)
+        self._agreement = Agreement(split, self._device)
         name = named_schedule(schedule, split.stages, split.mesh.size())
-        axes = None if data is None else axis_names(data)
-        self._agreement.settle([f"schedule={name!r}", f"micro_batches={micro_batches!r:.60}", f"data={axes}"])
-        self.schedule = check_schedule(schedule, split.stages, split.mesh.size(), micro_batches)
-        refuse_taken_apart(self.schedule, module)
+        axes = axis_names(data) if isinstance(data, DeviceMesh) else data
+        said = [f"schedule={name!r}", f"micro_batches={micro_batches!r:.60}", f"data={axes!r:.60}"]
+        with self._agreement.settled([*said, "no loss" if loss is None else "a loss"]):
+            self._check_given()
+            self.schedule = check_schedule(schedule, split.stages, split.mesh.size(), micro_batches)
+            refuse_taken_apart(self.schedule, module)
+            refuse_recording(module, {})
+        self._agreement.between(module, data)
         self.micro_batches = micro_batches
-        refuse_recording(module, {})
         self._homes = Homes(module, split.mesh)
         self._ties = Ties(split, module)
         self._ties.start()
         split.units.follow(module)
         self._caller = Caller(module, split)
         self._ready: dict[Any, _Ready] = {}
+
+    def _check_given(self) -> None:
+        data, loss = self.data, self.loss
+        if (
+            data is not None
+            and len(named_axes(data, "Pipeline(data=)"))
+            and shared_ranks(data, self._split.mesh)
+        ):
+            raise ParallelError(
+                f"Pipeline: data={axis_names(data)} has ranks of other stages, which have the same rows"
+            )
+        if loss is not None and not callable(loss):
+            raise ParallelError(f"Pipeline: loss={loss!r:.60} is no function of the output and the target")
 
     @property
     def is_last(self) -> bool:

@@ -247,6 +247,7 @@ class Stage(PipelineStage):
             output_args=leaves,
             group=split.mesh.get_group(),
         )
+        self._peers = peers_of_layers(module.model)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As torch's, of this micro-batch."""
@@ -284,7 +285,7 @@ class Stage(PipelineStage):
         grads = zip(left, self._retrieve_recv_grads(number), strict=True)
         flags = asked([grad if x.requires_grad else None for x, grad in grads])
         told = torch.tensor(flags, dtype=torch.uint8, device=module.device)
-        for group, axis in peers_of_layers(module.model).items():
+        for group, axis in self._peers.items():
             told = reduce_over(told, "max", group, axis=axis, reason="gradients that ranks of other data ask")
         kept = tuple(x if flag else x.detach() for x, flag in zip(left, told.tolist(), strict=True))
         self.fwd_cache[number] = kept, came

@@ -45,6 +45,8 @@ class Caller:
             self.split.units.end()
             conductor.run = None
             run.writes_batch = run.learns and versions(batch) != before
+            if isinstance(run.ended, Stopped):
+                run.ended.__traceback__ = None  # its frames would keep all that the stage has computed
         if isinstance(run.ended, Stopped):  # the model's own code has caught it
             return None
         if run.ended is not None:

@@ -90,7 +90,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.journal = Journal(keep=self.learns)
-        self.own_code = OwnCode(self)
+        self.own_code: OwnCode | None = None
 
     @property
     def learns(self) -> bool:
@@ -104,10 +104,14 @@ class Run:
             if self.stage not in part.stages:
                 self.hidden += part.hide()
         self.streams.enter()
+        self.own_code = OwnCode(self)
         try:
             with self.own_code:
                 yield
         finally:
+            self.own_code = (
+                None  # it knows the run, which would keep what it computed until the next collection
+            )
             self.streams.leave()
             show(self.hidden)
 
@@ -120,10 +124,11 @@ class Run:
         leaves = tree_leaves(given)
         if self.inside:  # a part has called another one
             return self._heard(part, call, make, leaves)
-        self.journal.note(f"{part.key} ", leaves)
         self.inside = True
         try:
-            return self._heard(part, call, make, leaves)
+            with PushedDown(self.own_code):  # what follows asks tensors for their shapes, time and again
+                self.journal.note(f"{part.key} ", leaves)
+                return self._heard(part, call, make, leaves)
         finally:
             self.inside = False
 
@@ -200,8 +205,7 @@ class Run:
         self.depth = 1
         self.streams.to_part()
         try:
-            with PushedDown(self.own_code):
-                yield
+            yield
         finally:
             drew = self.streams.from_part()
             self.depth = 0
