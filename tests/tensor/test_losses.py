@@ -144,6 +144,22 @@ def test_the_gradient_of_a_mean_over_no_rows_is_empty(ranks):
     ranks(3, _losses_of_nothing)
 
 
+def _no_number():
+    x, y = full(5, 7), full(5, 7, seed=1)
+    x[1, 2] = y[4, 0] = float("nan")
+    for function in (functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss):
+        plain = x.clone().requires_grad_()
+        function(plain, y, reduction="sum").backward()
+        for layout in layouts_of(2, pending=False):
+            d = place(x, layout, requires_grad=True)
+            function(d, sw.distribute_tensor(y, mesh()), reduction="sum").backward()
+            torch.testing.assert_close(d.grad.full_tensor(), plain.grad, equal_nan=True)
+
+
+def test_what_is_no_number_has_no_gradient_that_is_one(ranks):
+    ranks(2, _no_number)
+
+
 def _naive_mean():
     """A mean of local means, planted: right on equal parts only."""
     x = full(5, 4)

@@ -58,6 +58,19 @@ def _written(way):
         close(v, wanted)
 
 
+def _no_number():
+    x = torch.tensor([[torch.inf, 1.0, torch.nan], [torch.nan, -torch.inf, 2.0]])
+    for axis in (0, 1):
+        d = sw.distribute_tensor(x, rank_mesh((2,), ("dp",)), [sw.Shard(axis)])
+        made, wanted = torch.linalg.vector_norm(d, dim=axis), torch.linalg.vector_norm(x, dim=axis)
+        assert made.placements == (sw.Partial("norm2"),)
+        torch.testing.assert_close(made.full_tensor(), wanted, equal_nan=True)
+
+
+def test_the_length_of_infinity_and_no_number_is_none(ranks):
+    ranks(2, _no_number)
+
+
 @pytest.mark.parametrize("way", _MADE)
 def test_what_is_made_of_a_length_and_another_value_keeps_signs(ranks, way):
     ranks(2, _made, way)

@@ -79,8 +79,12 @@ def _is_integral(x: Tensor) -> bool:
 
 
 def _length(one: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The length of two terms; beside a term of 0 the other one as it is, for a value has a sign."""
+    """The length of two terms; beside a term of 0 the other one as it is, for a value has a sign.
+
+    What is no number stays none beside infinity, which `hypot` takes.
+    """
     sign = torch.where((one == 0) | (other == 0), one + other, 1)
+    one, other = torch.where(other.isnan(), other, one), torch.where(one.isnan(), one, other)
     return torch.copysign(torch.hypot(one, other, out=out), sign, out=out)
 
 

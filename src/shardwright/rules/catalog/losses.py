@@ -8,7 +8,8 @@ negative log-likelihood picks one number of a row: who holds the class has it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import nan, prod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,10 +32,19 @@ _LOSSES = """
 take_apart(*(f"aten::{name}.default" for name in _LOSSES.split()))
 
 
-@rewrite(*(f"aten::{name}_loss_backward.default" for name in ("mse", "smooth_l1", "huber")))
+@rewrite(*(f"aten::{name}_loss_backward.default" for name in ("mse", "huber")))
 def of_some_elements(op: Op, grad: Tensor, x: Tensor, target: Tensor, reduction: int, *rest: float) -> object:
     """Their steps, which would divide the number 1 by the count; of no elements there is no gradient."""
     return decomposed(op, grad, x, target, reduction if x.numel() else _SUM, *rest)
+
+
+@rewrite("aten::smooth_l1_loss_backward.default")
+def smooth_l1_loss_backward(
+    op: Op, grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float
+) -> object:
+    """Its steps, which would take the sign of what is no number for 0."""
+    made = cast("Tensor", of_some_elements(op, grad, x, target, reduction, beta))
+    return made.masked_fill((x - target).isnan(), nan)
 
 
 @rewrite("aten::smooth_l1_loss.default")
