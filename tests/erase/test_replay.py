@@ -129,21 +129,27 @@ def test_steps_leave_the_parameters_of_one_device(ranks, name, case):
     ranks(world, _steps, name, placing)
 
 
-def _clipped():
-    """Ranks tell each other which gradients they have; a replay compares that."""
+def _clipped(inside):
+    """Ranks tell each other which gradients they have, in a block too; a replay compares that."""
     mesh = rank_mesh((2,), ("tp",))
     model = parallelize_tensor(
         nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)), mesh, {"0": "colwise", "1": "rowwise"}
     )
     step = make_step(model, OPTIMIZERS["sgd"](model.parameters()), clip_grad_norm_)
-    fast = sw.erase(step)
+
+    def around(x):
+        with sw.spmd(mesh) if inside else nullcontext():
+            return step(x)
+
+    fast = sw.erase(around)
     for x in batches(3, (4, 8)):
         fast(sw.distribute_tensor(x, mesh, {"tp": sw.Replicate()}))
-    assert " expect(" in str(fast)
+    assert " expect(" in str(fast), str(fast.report())
 
 
-def test_what_ranks_tell_each_other_stands_in_the_printed_program(ranks):
-    ranks(2, _clipped)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_ranks_tell_each_other_stands_in_the_printed_program(ranks, inside):
+    ranks(2, _clipped, inside)
 
 
 BLOCKS = {"spmd": sw.spmd, "device": lambda _: torch.device("cpu")}

@@ -134,7 +134,7 @@ class Recording(TorchDispatchMode):
         number = self.tape.find(x)
         if number is None or not self.tape.values[number].varies:
             return value
-        if isinstance(value, float) and _first_frame(skip=_BETWEEN).startswith(OPTIMIZERS):
+        if isinstance(value, float) and _first_file().startswith(OPTIMIZERS):
             name = f"n{self._numbers}"
             self._numbers += 1
             self.tape.lines.append(Line(torch.Tensor.item, (Ref(number),), {}, (), False, "", number=name))
@@ -286,24 +286,27 @@ def _without_data(tensors: list[torch.Tensor]) -> bool:
 
 
 def _is_told() -> bool:
-    """Do ranks read what they told each other about their programs? The frame below the watching ones."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and f"{_HERE}/" in frame.f_code.co_filename:
-        frame = frame.f_back
+    """Do ranks read what they told each other about their programs? Inside of a block, perhaps."""
+    frame = _first_frame()
     return frame is not None and frame.f_code is told.__code__
 
 
 def _of_a_mesh() -> bool:
     """Does a mesh read the numbers of its ranks? They are what it is made of."""
-    return _first_frame(skip=_BETWEEN).endswith(("distributed/device_mesh.py", "distributed/_mesh_layout.py"))
+    return _first_file().endswith(("distributed/device_mesh.py", "distributed/_mesh_layout.py"))
 
 
-def _first_frame(skip: tuple[str, ...]) -> str:
+def _first_file() -> str:
+    frame = _first_frame()
+    return frame.f_code.co_filename if frame is not None else ""
+
+
+def _first_frame() -> FrameType | None:
+    """Of whoever asked, below those that only hand on."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        hands_on = frame.f_code is _OF_SPMD or f"{_HERE}/" in name or any(part in name for part in skip)
-        if not hands_on:
-            return name
+        if not (frame.f_code is _OF_SPMD or f"{_HERE}/" in name or any(part in name for part in _BETWEEN)):
+            break
         frame = frame.f_back
-    return ""
+    return frame
