@@ -22,11 +22,11 @@ def default_devices() -> tuple[torch.device, ...] | None:
 class PushedDown:
     """A mode is off inside, if it is the innermost: functions are as fast as without it."""
 
-    def __init__(self, mode: TorchFunctionMode) -> None:
+    def __init__(self, mode: TorchFunctionMode | None) -> None:
         self._mode = mode
 
     def __enter__(self) -> None:
-        self._popped = overrides._get_current_function_mode() is self._mode
+        self._popped = self._mode is not None and overrides._get_current_function_mode() is self._mode
         if self._popped:
             overrides._pop_mode()
 

@@ -109,9 +109,7 @@ class Run:
             with self.own_code:
                 yield
         finally:
-            self.own_code = (
-                None  # it knows the run, which would keep what it computed until the next collection
-            )
+            self.own_code = None  # the two would keep each other, and what was computed, alive
             self.streams.leave()
             show(self.hidden)
 
