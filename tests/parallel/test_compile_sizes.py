@@ -1,6 +1,7 @@
 """Compiled programs that meet several sizes: values and gradients of one device, one graph per size."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -147,7 +148,8 @@ def _in_blocks():
     _like_one_device(_around, "eager", (8, 12), None)
     _like_one_device(_inside, "eager", (8,), None)
     for way in (_around, _inside):
-        _like_one_device(partial(way, check=False), "eager", (8,), 1)
+        with ThreadPoolExecutor(1) as thread:  # which has entered no block yet
+            thread.submit(_like_one_device, partial(way, check=False), "eager", (8, 12), 2).result()
     compiled = torch.compile(_compares, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"which no graph holds; fix: spmd\(mesh, check=False"):
         compiled(torch.ones(4), rank_mesh((2,), ("tp",)))

@@ -91,6 +91,28 @@ def test_what_is_made_of_a_tensor_stays_on_its_mesh(ranks):
     ranks(2, _made_twice)
 
 
+def _given_to_a_graph():
+    """A slice that is not the object which stands for its equals, and a mesh that nobody used before."""
+    root = rank_mesh((2, 1), ("tp", "rest"))
+    sw.distribute_tensor(_A, root["tp"], [sw.Replicate()])
+    unused = init_device_mesh("cpu", (2,), mesh_dim_names=("unused",))
+    for mesh in (root["tp"], unused):
+        x = _A.clone().requires_grad_()
+        graph = torch.compile(
+            lambda x, mesh=mesh: sw.DTensor.from_local(x, mesh, [sw.Replicate()]).sin(), backend="aot_eager"
+        )
+        y = graph(x)
+        y.sum().backward()
+        assert type(y.device_mesh) is sw.DeviceMesh
+        assert y.device_mesh is mesh or mesh is not unused
+        close(y, _A.sin())
+        close(x.grad, _A.cos())
+
+
+def test_a_graph_makes_tensors_on_the_mesh_that_it_is_given(ranks):
+    ranks(2, _given_to_a_graph)
+
+
 def _worlds(folder: str) -> None:
     """One process in three worlds, with another rank in each, and groups of other names."""
     rank = dist.get_rank()

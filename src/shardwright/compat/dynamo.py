@@ -18,6 +18,8 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,
     set_code_exec_strategy,
 )
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _python_dispatch
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
@@ -134,6 +136,23 @@ def _say_what_compiles(frames: Any) -> None:
             names["_is_compiling_flag"] = before
 
     frames._compile = says_so
+
+
+def out_of_graph(mesh: DeviceMesh) -> DeviceMesh:
+    """The program's own mesh, of what stands for it where a graph is traced that is given it by itself."""
+    own: DeviceMesh = getattr(mesh, "real_obj", mesh)
+    return own
+
+
+def stands_in_graph(home: DeviceMesh, given: DeviceMesh) -> None:
+    """In a graph that is given `given`, say so of an equal mesh on which tensors of the graph lie.
+
+    Torch knows meshes by their objects: it would take `home` from a gradient's part, which no forward has.
+    """
+    mode = get_proxy_mode()
+    known = {} if mode is None else getattr(mode.tracer, "_opaque_real_obj_proxy", {})  # from torch 2.13 on
+    if id(given) in known:
+        known[id(home)] = known[id(given)]
 
 
 def never_traced(function: _F, why: str | None = None) -> _F:

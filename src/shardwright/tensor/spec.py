@@ -17,6 +17,7 @@ from shardwright.compat import (
     root_mesh,
     torch_shard_order,
 )
+from shardwright.compat.dynamo import out_of_graph, stands_in_graph
 from shardwright.errors import MeshError, ParallelError
 from shardwright.index.region import Shape
 from shardwright.layout.kind import Kind
@@ -298,10 +299,14 @@ def one_object(mesh: DeviceMesh) -> DeviceMesh:
 
     Not for equal slices of two meshes: those lead back to other meshes, and have other process groups.
     """
+    mesh = out_of_graph(mesh)
     root = root_mesh(mesh)
     if len(_meshes) >= _MANY_SPECS:
         _meshes.clear()
-    return _meshes.setdefault((mesh, id(root)), (mesh, root))[0]
+    home = _meshes.setdefault((mesh, id(root)), (mesh, root))[0]
+    if home is not mesh:
+        stands_in_graph(home, mesh)
+    return home
 
 
 def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:

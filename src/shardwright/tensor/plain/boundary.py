@@ -40,9 +40,8 @@ from shardwright.tensor.wrap import CLASSES, as_replicated
 
 
 class _State(threading.local):
-    functions = 0
-    blocks = 0
-    rank_local = 0
+    def __init__(self) -> None:  # no defaults of the class: Dynamo guards that an object has none of its own
+        self.functions = self.blocks = self.rank_local = 0
 
 
 state = _State()
