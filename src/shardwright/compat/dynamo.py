@@ -151,8 +151,9 @@ def stands_in_graph(home: DeviceMesh, given: DeviceMesh) -> None:
     """
     mode = get_proxy_mode()
     known = {} if mode is None else getattr(mode.tracer, "_opaque_real_obj_proxy", {})  # from torch 2.13 on
-    if id(given) in known:
-        known[id(home)] = known[id(given)]
+    proxy = known.get(id(out_of_graph(given)))
+    if proxy is not None:
+        known[id(home)] = proxy
 
 
 def never_traced(function: _F, why: str | None = None) -> _F:

@@ -299,14 +299,16 @@ def one_object(mesh: DeviceMesh) -> DeviceMesh:
 
     Not for equal slices of two meshes: those lead back to other meshes, and have other process groups.
     """
-    mesh = out_of_graph(mesh)
     root = root_mesh(mesh)
-    if len(_meshes) >= _MANY_SPECS:
-        _meshes.clear()
-    home = _meshes.setdefault((mesh, id(root)), (mesh, root))[0]
-    if home is not mesh:
-        stands_in_graph(home, mesh)
-    return home
+    known = _meshes.get((mesh, id(root)))
+    if known is None:
+        if len(_meshes) >= _MANY_SPECS:
+            _meshes.clear()
+        mesh = out_of_graph(mesh)
+        known = _meshes[mesh, id(root)] = mesh, root
+    if known[0] is not mesh:
+        stands_in_graph(known[0], mesh)
+    return known[0]
 
 
 def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
