@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.comm.dtype import as_bytes
 from shardwright.compat import axis_names
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement
@@ -152,9 +151,7 @@ class _Received(torch.autograd.Function):
 
 def asked(gradients: Sequence[Tensor | None]) -> list[bool]:
     """Which of the gradients that came are some, not zeros in their places; the host waits for it."""
-    flags = [as_bytes(g[-1:]).any() for g in gradients if g is not None]
-    told = iter(torch.stack(flags).tolist() if flags else ())
-    return [g is not None and next(told) for g in gradients]
+    return [g is not None and bool(g[-1]) for g in gradients]
 
 
 def leaving(x: Tensor, leaf: Leaf, find: FindMesh, anchor: Tensor) -> Tensor:

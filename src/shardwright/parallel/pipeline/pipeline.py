@@ -226,8 +226,10 @@ class Pipeline:
             _check_count(count)
         except BaseException as failed:  # noqa: BLE001  the other ranks are told
             error = failed
-        dtypes = (x.dtype for x in (*self.module.parameters(), *self.module.buffers()))
-        key = (*said, *(module.training for module in self.module.modules()), *dtypes)
+        modules = list(self.module.modules())
+        tensors = (x for m in modules for x in (*m._parameters.values(), *m._buffers.values()))
+        dtypes = (None if x is None else x.dtype for x in tensors)
+        key = (*said, *(module.training for module in modules), *dtypes)
         known, seed = self._agreement.begin(said, known=key in self._ready, error=error)
         if not known:
             self._ready[key] = self._made(batches)

@@ -284,11 +284,16 @@ class Stage(PipelineStage):
         left, came = self.fwd_cache[number]
         grads = zip(left, self._retrieve_recv_grads(number), strict=True)
         flags = asked([grad if x.requires_grad else None for x, grad in grads])
-        told = torch.tensor(flags, dtype=torch.uint8, device=module.device)
+        flags = self._over_peers(flags) if self._peers else flags
+        kept = tuple(x if flag else x.detach() for x, flag in zip(left, flags, strict=True))
+        self.fwd_cache[number] = kept, came
+
+    def _over_peers(self, flags: list[bool]) -> list[bool]:
+        """Those that any rank of other data has too, where layers talk to these in their backwards."""
+        told = torch.tensor(flags, dtype=torch.uint8, device=self.device)
         for group, axis in self._peers.items():
             told = reduce_over(told, "max", group, axis=axis, reason="gradients that ranks of other data ask")
-        kept = tuple(x if flag else x.detach() for x, flag in zip(left, told.tolist(), strict=True))
-        self.fwd_cache[number] = kept, came
+        return list(map(bool, told.tolist()))
 
     def _comes_apart(self, number: int, loss: Any) -> bool:
         """Does torch's backward in two halves find every gradient? Of the first stage it is one, and does."""

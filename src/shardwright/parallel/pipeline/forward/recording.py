@@ -20,12 +20,12 @@ def refuse_recording(module: nn.Module, given: Mapping[str, Any]) -> None:
     It collects that by hooks: each stage would have that of its own layers only, and a loss that adds it up
     (of routers) would be another one, silently.
     """
+    configured = [child for child in module.modules() if "config" in child.__dict__]
     for flag in _FLAGS:
         asked = given.get(flag)
         where = "the arguments" if asked else ""
-        for child in module.modules() if asked is None else ():
-            config = child.__dict__.get("config")
-            if getattr(config, flag, False):
+        for child in configured if asked is None else ():
+            if getattr(child.__dict__["config"], flag, False):
                 where = f"the configuration of {type(child).__name__}"
         if where:
             raise ParallelError(
