@@ -333,3 +333,50 @@ def _views_are_written(recompute):
 def test_what_a_unit_returns_may_be_a_view_that_is_written(ranks, recompute):
     """torch warns of it, and fails in the backward with memory that was given back."""
     ranks(2, _views_are_written, recompute)
+
+
+class _Leaves(nn.Module):
+    """A unit whose loss of its own is made last, and left; `all_of_it`: it returns nothing."""
+
+    def __init__(self, all_of_it):
+        super().__init__()
+        self.inner, self.router, self.all_of_it, self.left = nn.Linear(4, 4), nn.Linear(4, 3), all_of_it, []
+
+    def forward(self, x):
+        y = self.inner(x).tanh()
+        self.left = [self.router(x.tanh()).softmax(-1).square().sum(), y]
+        return None if self.all_of_it else y
+
+
+class _Around(nn.Module):
+    def __init__(self, all_of_it):
+        super().__init__()
+        self.first, self.second = _Leaves(all_of_it), _Leaves(all_of_it)
+
+    def forward(self, x):
+        for unit in (self.first, self.second):
+            out = unit(x)
+            x = unit.left[1] if out is None else out
+        return x
+
+
+def _left_in_attributes(all_of_it, apart):
+    torch.manual_seed(0)
+    alone, x, mesh = _Around(all_of_it), torch.randn(4, 4), rank_mesh((2,), ("dp",))
+    model = copy.deepcopy(alone)
+    for unit in (model.first, model.second) if apart else ():
+        parallelize_fsdp(unit, mesh)
+    parallelize_fsdp(model, mesh)
+    for each, rows in ((alone, x), (model, x.chunk(2)[torch.distributed.get_rank()])):
+        for _ in range(2):
+            out = each(rows)
+            (each.first.left[0] + each.second.left[0] + out.square().sum()).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_what_a_unit_leaves_in_attributes_has_its_gradient(ranks, all_of_it, apart):
+    """Its backward is reached before that of what the unit returns, or alone."""
+    ranks(2, _left_in_attributes, all_of_it, apart)

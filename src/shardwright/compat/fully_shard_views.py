@@ -1,18 +1,20 @@
-"""The backward of a sharded unit begins where it should, also when a view that it returned is written later.
+"""The backward of a sharded unit begins where it should: at views that are written later, at what is left.
 
 torch hangs the hook that gathers for the backward on what a unit returns. A write into a view (`x += y` after
-a linear layer of three dims) makes autograd forget that: the backward met memory that was given back.
+a linear layer of three dims) makes autograd forget that, and what a forward leaves in an attribute (a loss of
+its own) may be reached first, or alone: the backward met memory that was given back.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 
 from shardwright.compat import current_graph_task_id, tree_leaves
@@ -20,7 +22,7 @@ from shardwright.compat.fully_shard import groups_of
 
 
 def begin_before_bases(module: nn.Module, refuse_graph: Callable[[nn.Module], None]) -> None:
-    """Let the backward of a unit begin before that of the tensors of which it returns views, too.
+    """Let the backward of a unit begin before that of tensors of which it returns views, or that it leaves.
 
     refuse_graph: raises; called where a backward is recorded for a second one, which would read memory that
         was given back, and whose gradients nobody would sum.
@@ -56,6 +58,9 @@ class _Beginning:
 
     def hook(self, out: Any) -> Any:
         first, self._first = self._first, None
+        if first is not None and torch.is_grad_enabled():
+            for x in self._left(first):
+                x.register_hook(self._begin)
         views = [x for x in tensors_of(out) if x.requires_grad and x._is_view()]
         if not views or not torch.is_grad_enabled():
             return self._hook(out)
@@ -66,8 +71,32 @@ class _Beginning:
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # of what is mended
             return self._hook(out)
 
+    def _left(self, first: int) -> list[torch.Tensor]:
+        """What this forward has computed and left in attributes of modules that no other unit holds."""
+        found = _left_in(self._state._modules)
+        return [x for x in found if x.grad_fn is not None and _number(x.grad_fn) >= first]
+
     def _begin(self, _gradients: Any) -> None:
         self._state._pre_backward(None)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _left_in(modules: Iterable[nn.Module | None]) -> list[torch.Tensor]:
+    """Tensors that are attributes, or in lists, tuples and dicts that are. It runs after each forward."""
+    found: list[torch.Tensor] = []
+    below: list[nn.Module | None] = []
+    for module in modules:
+        for name, value in vars(module).items() if module is not None else ():
+            if name not in _OF_MODULES and type(value) not in _HOLD_NONE:
+                inside = tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)
+                found += [x for x in inside if isinstance(x, torch.Tensor)]
+        below += module._modules.values() if module is not None else ()
+    return found + _left_in([m for m in below if not isinstance(m, FSDPModule)]) if below else found
+
+
+_HOLD_NONE = frozenset({bool, int, float, str, type(None)})  # what most attributes are
 
 
 def _number(node: Any) -> int:
