@@ -26,6 +26,12 @@ REFUSED = {
     "batch_norm": (functional.batch_norm, _X, _X[0].double(), _X[1].double()),
     "nll_loss": (functional.nll_loss, _X, _X[0]),
     "logcumsumexp of integers": (torch.logcumsumexp, _X.long(), 0),
+    "clamp by nothing": (torch.clamp, _X),
+    "a rounding that is none": (partial(torch.div, rounding_mode="bad"), _X, _X),
+    "imaginary integers": (torch.complex, _X, _X.long()),
+    "classes in a matrix": (functional.nll_loss, _X, torch.zeros(4, 4).long()),
+    "rows of a vector": (functional.embedding, _INDEX, _X[0]),
+    "a grid without dims": (_SAMPLE, _IMAGE, _X),
 }
 BY_SHAPE = {
     "softmax along a dim that is not there": (torch.softmax, _X, 3),

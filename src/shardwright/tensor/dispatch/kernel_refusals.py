@@ -63,6 +63,12 @@ def refuse_alike(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -
         raise error
 
 
+def said_by_kernel(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> Exception | None:
+    """What the op's own kernel says to zeros of these shapes and dtypes, if it refuses them."""
+    small = all(x.numel() <= _LARGEST for x in tensors)
+    return _raised(func, args, kwargs, torch.zeros) if small and _may_be_asked(func) else None
+
+
 def _raised(func: Op, args: Args, kwargs: Kwargs, values: Callable[..., torch.Tensor]) -> Exception | None:
     """What the kernel says to operands of these values."""
     given, named = tree_map_only(

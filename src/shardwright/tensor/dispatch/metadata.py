@@ -23,6 +23,7 @@ from shardwright.rules.call import Args, Call, Kwargs, Op, TensorInfo
 from shardwright.rules.op import functional_form, is_pointwise, out_names
 from shardwright.tensor.dispatch.grouped_products import grouped_product
 from shardwright.tensor.dispatch.kernel_orders import KERNELS, as_kernels_put_them
+from shardwright.tensor.dispatch.kernel_refusals import said_by_kernel
 from shardwright.tensor.dispatch.ways.out import fits
 from shardwright.tensor.dtensor import DTensor
 
@@ -147,7 +148,7 @@ def _described_exactly(value: Any) -> Any:
 
 def _infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | None, ...]:
     """As `result_infos`, found out."""
-    with without_modes(), torch.no_grad(), WithoutTangents():
+    with without_modes(), torch.no_grad(), WithoutTangents(), _errors_of_kernels(func, args, kwargs):
         meta_args, meta_kwargs = tree_map_only(DTensor, _meta, (args, dict(kwargs)))
         if "device" in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
@@ -177,6 +178,16 @@ def _infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | None, ...
     if func._schema.name in _STATISTICS:
         _in_the_widest_type(infos, [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)])
     return tuple(infos)
+
+
+@contextmanager
+def _errors_of_kernels(func: Op, args: Args, kwargs: Kwargs) -> Iterator[None]:
+    """torch's functions without data raise other kinds of errors, in Python, than its kernels."""
+    try:
+        yield
+    except (AssertionError, ValueError) as error:
+        ours = [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)]
+        raise said_by_kernel(func, args, kwargs, ours) or RuntimeError(str(error)) from None
 
 
 def _refuse_what_does_not_fit(
