@@ -113,6 +113,108 @@ def test_what_is_read_of_it_is_that_of_this_call(program):
     assert fast.report().recordings == 0
 
 
+def by_a_mask():
+    return lambda x: x * 2 if (x > -1.5).all() else x * 3
+
+
+def by_its_own_count():
+    count = torch.zeros((), dtype=torch.int64)
+
+    def program(x):
+        scaled = x * 2 if count < 3 else x * 3
+        count.add_(1)
+        return scaled
+
+    return program
+
+
+def by_rows_of_a_table():
+    table = torch.arange(4.0)
+    return lambda x: x * 2 if table[x.abs().long() % 4].sum() > 2 else x * 3
+
+
+def by_a_gradient():
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def program(x):
+        scaled = x * 2 if weight.grad is not None and weight.grad.min() < 0 else x * 3
+        weight.grad = None
+        (weight * x).sum().backward()
+        return scaled
+
+    return program
+
+
+@pytest.mark.parametrize("make", [by_a_mask, by_its_own_count, by_rows_of_a_table, by_a_gradient])
+def test_a_truth_of_what_is_there_before_a_call_is_asked_before_each_replay(make):
+    program, fast = make(), sw.erase(make())
+    for x in (*GIVEN, *GIVEN, *GIVEN):
+        assert torch.equal(fast(x), program(x))
+    assert fast.report().replays >= 5, str(fast.report())
+    assert not fast.report().as_it_is, str(fast.report())
+
+
+def by_what_it_wrote():
+    seen = torch.zeros(2, 3)
+
+    def program(x):
+        seen[1:].add_(x[1:])
+        return x * 2 if seen.sum() > 1 else x * 3
+
+    return program
+
+
+def by_a_list_that_it_wrote():
+    seen = [torch.zeros(2, 3), torch.zeros(1, 3)]
+
+    def program(x):
+        torch._foreach_add_(seen, [x, x[1:]])
+        return x * 2 if seen[1].sum() > 1 else x * 3
+
+    return program
+
+
+def by_chance():
+    return lambda x: x * 2 if torch.rand(()) < 0.5 else x * 3
+
+
+@pytest.mark.parametrize("make", [by_what_it_wrote, by_a_list_that_it_wrote, by_chance])
+def test_a_truth_of_what_a_call_made_is_read_at_each_call(make):
+    program, fast = make(), sw.erase(make())
+    for turn, x in enumerate((*GIVEN, *GIVEN)):
+        torch.manual_seed(turn)
+        wanted = program(x)
+        torch.manual_seed(turn)
+        assert torch.equal(fast(x), wanted)
+    assert fast.report().recordings == 0, str(fast.report())
+
+
+SCALE = torch.ones(())
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward decides by what stands there then."""
+
+    @staticmethod
+    def forward(_, x):
+        return x * 1
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient * 2 if SCALE > 0 else gradient * 3
+
+
+def test_a_truth_that_a_backward_reads_is_that_of_its_own_time():
+    fast = sw.erase(Scaled.apply)
+    for before, behind in ((1, 1), (1, 1), (1, -1), (-1, 1)):
+        x = torch.ones(2, requires_grad=True)
+        SCALE.fill_(before)
+        out = fast(x)
+        SCALE.fill_(behind)
+        out.sum().backward()
+        assert torch.equal(x.grad, torch.full((2,), 2.0 if behind > 0 else 3.0))
+
+
 CALLS = {"n": 0, "scale": 2.0}
 
 

@@ -26,7 +26,7 @@ from shardwright.erased.gradients import (
     own_backward,
     with_edge,
 )
-from shardwright.erased.program import program_of
+from shardwright.erased.program import Program, program_of
 from shardwright.erased.rates import Rate, followed_facts, may_name
 from shardwright.erased.record import Recording
 from shardwright.erased.refuse import Refusal
@@ -239,6 +239,7 @@ class Attempt:
         if not record or self.finish.done or torch.is_grad_enabled() or batched or profiled():
             return own_backward(results, inputs, gradients)
         self.finish.done = True
+        self.recording.asks = False
         first = len(self.tape.lines)
         gradients = [None if x is None else _dense(x) for x in gradients]
         with DisableTorchFunctionSubclass():
@@ -377,7 +378,11 @@ class _Finish:
         program = program_of(tape, tape.lines[:lines], gives)
         tensors = [x for _, x in attempt.world.tensors]
         storages = frozenset(map(given.storage_of, tensors))
-        tape.settle({*program.holds, *(backward.program.holds if backward else ())})
+        truths = attempt.recording.truths
+        asked = {id(line) for _, lines in truths.values() for line in lines}
+        question = program_of(tape, [line for line in tape.lines if id(line) in asked], [*truths])
+        programs = [program, question, *([backward.program] if backward else ())]
+        tape.settle({number for each in programs for number in each.holds})
         attempt.keep(
             Entry(
                 facts=self.facts,
@@ -388,7 +393,9 @@ class _Finish:
                 objects=given.objects_of(attempt.leaves),
                 structure=self.structure,
                 effects=self.effects,
-                given_offsets=given.offsets(attempt.leaves) if _names_places(program, backward) else None,
+                question=question,
+                answers=tuple(value for value, _ in truths.values()),
+                given_offsets=given.offsets(attempt.leaves) if _names_places(programs) else None,
                 held_storages=storages,
                 given_held=overlap(attempt.leaves, storages),
                 given_gradients=self.given_gradients,
@@ -401,7 +408,6 @@ class _Finish:
         )
 
 
-def _names_places(program: Any, backward: Backward | None) -> bool:
+def _names_places(programs: Sequence[Program]) -> bool:
     """Does a line name a place of memory by its number?"""
-    lines = [*program.lines, *(backward.program.lines if backward else ())]
-    return any("as_strided" in line.name for line in lines)
+    return any("as_strided" in line.name for program in programs for line in program.lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from shardwright.errors import EraseError
 from shardwright.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardwright.erased.facts import Fact
     from shardwright.erased.program import Program
@@ -64,7 +64,10 @@ class Backward:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What a recording knows. optimizers, named: see `World`. objects: arguments whose `id` is in its key."""
+    """What a recording knows. optimizers, named: see `World`. objects: arguments whose `id` is in its key.
+
+    question, answers: what it decides by, of what is there before it runs, and what it said.
+    """
 
     facts: Sequence[Fact]
     guard: Callable[[], bool]
@@ -74,6 +77,8 @@ class Entry:
     objects: tuple[Any, ...]
     structure: Any
     effects: Effects
+    question: Program
+    answers: tuple[bool, ...]
     given_offsets: tuple[int, ...] | None
     held_storages: frozenset[int]
     given_held: tuple[Any, ...]
@@ -94,20 +99,36 @@ class Entry:
             return False
         if any(gradient_of(leaves[place]) != kind for place, kind in self.given_gradients):
             return False
-        return self.guard() and overlap(leaves, self.held_storages) == self.given_held
+        if not (self.guard() and overlap(leaves, self.held_storages) == self.given_held):
+            return False
+        return not self.answers or self._asked(leaves) == self.answers
+
+    def _asked(self, leaves: list[Any]) -> tuple[bool, ...]:
+        """What the host would read now; nothing where an operator raises, as the call does then by itself."""
+        try:
+            with self._plainly():
+                found = self.question.run(*[_reader(self.question, n)(leaves) for n in self.question.takes])
+                return tuple(map(bool, found))
+        except (RuntimeError, IndexError):
+            return ()
 
     def replay(self, leaves: list[Any]) -> Any:
         """The call on plain tensors; torch's functions are not asked about subclasses here."""
         taken = [read(leaves) for read in self.readers]
-        with torch.no_grad(), ExitStack() as stack:
-            for device in self.autocast:  # the casts are in the program
-                stack.enter_context(torch.autocast(device, enabled=False))
+        with self._plainly():
             values = self.program.run(*taken)
         carry_out(self.effects, leaves, values[len(self.made) : len(self.made) + self._n_gradients])
         made = self._made(values, leaves)  # behind what the call wrote: its backward watches for later writes
         found = {"made": made, "given": leaves}
         flat = [leaf.what if leaf.kind == "same" else found[leaf.kind][leaf.what] for leaf in self.leaves]
         return flat[0] if self.structure is None else tree_unflatten(flat, self.structure)
+
+    @contextmanager
+    def _plainly(self) -> Iterator[None]:
+        with torch.no_grad(), ExitStack() as stack:
+            for device in self.autocast:  # the casts are in the program
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
 
     @property
     def _n_gradients(self) -> int:
@@ -158,6 +179,8 @@ class Entry:
 
     def __str__(self) -> str:
         parts = [text.of_program(self.program, f"recorded at {self.where}" if self.where else "recorded")]
+        if self.answers:
+            parts.insert(0, text.of_program(self.question, f"held where this gives {self.answers}"))
         if self.backward is not None:
             parts.append(text.of_program(self.backward.program, "its backward"))
         return "\n".join(parts)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from shardwright.compat import tree_leaves, tree_map_only
-from shardwright.erased.record import DATA, FUNCTIONAL
+from shardwright.compat import tree_map_only
+from shardwright.erased.operands import FUNCTIONAL
+from shardwright.erased.record import DATA
 from shardwright.erased.sources import Held
-from shardwright.erased.tape import Line, Number, Ref, Tape
+from shardwright.erased.tape import Line, Number, Ref, Tape, refs_of
 
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift", "aten::detach_"})
 _LITERALS = frozenset({type(None), bool, int, str})
@@ -52,11 +53,6 @@ def needed(lines: Sequence[Line], gives: Sequence[int]) -> tuple[list[Line], set
     kept.reverse()
     made = {out for line in kept for out in line.outs}
     return kept, {number for number in wanted if number not in made}
-
-
-def refs_of(line: Line) -> list[int]:
-    """The values that a line takes."""
-    return [value.number for value in tree_leaves((line.args, line.kwargs)) if isinstance(value, Ref)]
 
 
 def is_check(line: Line) -> bool:

@@ -50,12 +50,16 @@ _FROM_NOWHERE = "it takes a tensor that is neither given nor found in the progra
 class Recording(TorchDispatchMode):
     """One call on its way to a tape. refusals: what it did that a replay cannot do.
 
+    truths: by the number of a value that the host has read, what it said, and the lines that make it.
+    asks: may such a value be asked for before the call? Not what a backward reads, which comes later.
+
     rates: numbers of optimizers that are followed.
     give_up_if: asked at each operator whether there is no use in going on. gave_up: it said so.
     """
 
     give_up_if: Callable[[], bool] | None = None
     gave_up = False
+    asks = True
 
     def __init__(self, rates: Sequence[Rate] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,6 +67,7 @@ class Recording(TorchDispatchMode):
         self.refusals: list[Refusal] = []
         self.events = Events()
         self.catching = Catching(self.refuse)
+        self.truths: dict[int, tuple[bool, list[Line]]] = {}
         self._kinds: dict[int, Kind] = {}  # by the `id` of an operator, which lives as long as torch
         self._numbers = 0
         self._followed: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
@@ -139,7 +144,11 @@ class Recording(TorchDispatchMode):
             self._numbers += 1
             self.tape.lines.append(Line(torch.Tensor.item, (Ref(number),), {}, (), False, "", number=name))
             return numbers.followed(value, name, lambda why: self.refuse("a step count", why))
-        self.refuse("item()", "the host reads a value; what it does with it is not known")
+        question = self.tape.question(number) if self.asks and isinstance(value, bool) else None
+        if question is None:
+            self.refuse("item()", "the host reads a value; what it does with it is not known")
+        else:
+            self.truths[number] = bool(value), question
         return value
 
     def _on_locals(

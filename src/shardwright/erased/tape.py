@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from shardwright.compat import tree_leaves
+from shardwright.erased.operands import FUNCTIONAL, flat, written_among
+from shardwright.erased.sources import Given, Gradient, Held
 from shardwright.errors import EraseError
 
 
@@ -60,6 +63,15 @@ class Line:
         return str(call) if isinstance(call, torch._ops.OpOverload) else getattr(call, "__name__", str(call))
 
     @property
+    def only_computes(self) -> bool:
+        """Is it an operator of tensors and constants that gives its results and does nothing else?"""
+        call = self.call
+        if not isinstance(call, torch._ops.OpOverload) or call.namespace == FUNCTIONAL:
+            return False
+        followed = any(isinstance(value, Number) for value in tree_leaves((self.args, self.kwargs)))
+        return not (call._schema.is_mutable or self.draws or followed)
+
+    @property
     def draws(self) -> bool:
         """Does it draw random numbers?"""
         return torch.Tag.nondeterministic_seeded in getattr(self.call, "tags", ())
@@ -78,6 +90,11 @@ class Value:
     varies: bool = True
 
 
+def refs_of(line: Line) -> list[int]:
+    """The values that a line takes."""
+    return [value.number for value in tree_leaves((line.args, line.kwargs)) if isinstance(value, Ref)]
+
+
 def expect(x: torch.Tensor, values: list[Any]) -> None:
     """Raise where ranks told each other something else than when the program was recorded."""
     if x.tolist() != values:
@@ -88,6 +105,7 @@ def expect(x: torch.Tensor, values: list[Any]) -> None:
 
 
 _LONGEST_LIST = 4096
+_MOST_LINES = 32  # of a question
 Geometry = tuple[Any, ...]
 
 
@@ -179,6 +197,29 @@ class Tape:
         self.lines.append(Line(torch.ops.aten.as_strided.default, args, {}, (number,), False, ""))
         return number
 
+    def question(self, number: int) -> list[Line] | None:
+        """The lines that make a value of what is there when the call begins: a guard may run them.
+
+        None where they are many, draw or send, or where the call has written what they read.
+        """
+        makers = {out: line for line in self.lines for out in line.outs}
+        found, values = dict[int, Line](), [number]
+        for each in values:  # which grows
+            line = makers.get(each)
+            if line is not None and id(line) not in found:
+                found[id(line)] = line
+                values += refs_of(line)
+            elif line is None and not isinstance(self.values[each].source, Given | Held | Gradient | str):
+                return None
+            if len(found) > _MOST_LINES or (line is not None and not line.only_computes):
+                return None
+        written = {self._storage_of(each) for line in self.lines for each in _written_by(line)}
+        return [*found.values()] if written.isdisjoint(map(self._storage_of, values)) else None
+
+    def _storage_of(self, number: int) -> int:
+        memory = _memory(self.values[number].tensor)
+        return -1 if memory is None else int(memory[0])
+
     def settle(self, kept: set[int]) -> None:
         """Let go of all tensors but these: of the others only sizes and dtypes are asked from now on."""
         for number, value in enumerate(self.values):
@@ -191,6 +232,13 @@ class Tape:
         """May the values of a tensor be others in a replay? What the tape does not know is not asked here."""
         number = self.find(x)
         return number is not None and self.values[number].varies
+
+
+def _written_by(line: Line) -> list[int]:
+    if not isinstance(line.call, torch._ops.OpOverload) or not line.call._schema.is_mutable:
+        return []
+    written = flat(written_among(line.call, line.args, line.kwargs))
+    return [value.number for value in written if isinstance(value, Ref)]
 
 
 def _number_in(x: Any) -> Any:
