@@ -40,6 +40,23 @@ def _operands(kind):
     return full(2, 4, QUERIES, 8), full(2, heads, KEYS, 8, seed=1), full(2, heads, KEYS, 8, seed=2)
 
 
+def _no_numbers():
+    """All keys that a query sees on one rank are nan; those on the other are not."""
+    query, key, value = (full(2, 4, 16, 8, seed=seed) for seed in range(3))
+    key[:, :, 8:] = torch.nan
+    for queries, keys, causal in ((9, slice(9), True), (16, slice(None), False), (1, slice(None), False)):
+        given = query[:, :, :queries], key[:, :, keys], value[:, :, keys]
+        wanted = functional.scaled_dot_product_attention(*given, is_causal=causal)
+        for of_query in (sw.Shard(2), sw.Replicate()):
+            placed = [place(x, (p,)) for x, p in zip(given, (of_query, *[sw.Shard(2)] * 2), strict=True)]
+            got = functional.scaled_dot_product_attention(*placed, is_causal=causal)
+            torch.testing.assert_close(got.full_tensor(), wanted, equal_nan=True)
+
+
+def test_keys_that_are_no_numbers_leave_none_beside_other_keys(ranks):
+    ranks(2, _no_numbers)
+
+
 def _layouts():
     """Of queries and of keys and values."""
     whole = sw.Replicate()

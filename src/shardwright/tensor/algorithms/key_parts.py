@@ -18,6 +18,7 @@ from shardwright.rules.call import Call
 from shardwright.rules.catalog.attention import causal_mask
 from shardwright.rules.key_parts import KeyParts, plan_key_parts
 from shardwright.rules.op import by_name
+from shardwright.tensor.attention.kernel import without_numbers
 from shardwright.tensor.dispatch.metadata import called
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.explicit_mode import refuse_exchange
@@ -76,6 +77,7 @@ def _own(
         mask = causal_mask(*plan.held(coords), query)
         local = {**local, "is_causal": False, "attn_mask": mask}
     out, logs = op(**local)
+    logs = without_numbers(out, logs, query, key)
     hidden: Tensor | None = local.get("attn_mask")
     if hidden is not None:  # the kernel's log is 0 for a query that sees no key
         logs = logs.masked_fill((hidden == -torch.inf).all(-1), -torch.inf)

@@ -56,11 +56,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Part:
         return _written_out(query, key, value, seen)
     mask = _added(seen.mask, query)
     out, logs = _forward(query, key, value, 0.0, seen.causal, attn_mask=mask, scale=seen.scale)
+    logs = without_numbers(out, logs, query, key)
     if mask is not None:
         if (logs < _FAR).any():
             return _written_out(query, key, value, seen)
         logs = logs.masked_fill((mask == -torch.inf).all(-1), -torch.inf)  # the kernel says 0
     return Part(out, logs, None, mask is None)
+
+
+def without_numbers(out: Tensor, logs: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The logs of a kernel's result, nan for a query all of whose scores are, as beside other keys the sum is.
+
+    The kernel takes it for one that sees no key, and says 0. It does so for a query that is nan itself, too,
+    whatever the keys are: that stays.
+    """
+    none = logs == 0
+    if not none.any() or key.isfinite().all():
+        return logs
+    return logs.masked_fill(none & (out == 0).all(-1) & query.isfinite().all(-1), torch.nan)
 
 
 def attend_backward(
