@@ -65,7 +65,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Part:
 
 
 def without_numbers(out: Tensor, logs: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The logs of a kernel's result, nan for a query all of whose scores are, as beside other keys the sum is.
+    """The logs of a result, nan for a query all of whose scores are, as beside other keys the sum is.
 
     The kernel takes it for one that sees no key, and says 0. It does so for a query that is nan itself, too,
     whatever the keys are: that stays.
