@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -204,3 +206,39 @@ def _with_other_kinds():
 
 def test_what_ranks_know_together_hangs_on_nothing_else(ranks):
     ranks(3, _with_other_kinds, timeout=60)
+
+
+def _in_a_graph():
+    """Even parts are known without asking; for uneven ones the graph breaks, or is refused before it runs."""
+    warnings.simplefilter("ignore")  # torch's own, while it traces
+    tp = rank_mesh((2,), ("tp",))
+    mapped = sw.local_map(
+        lambda x, w: (x @ w, x.sum()),
+        ([sw.Shard(0)], [sw.Partial()]),
+        ([sw.Shard(0)], {"tp": sw.Replicate()}),
+        (None, {"tp": sw.Partial()}),
+        redistribute_inputs=True,
+    )
+    for rows, placement, whole in ((4, sw.Shard(0), True), (4, sw.Shard(1), True), (5, sw.Shard(0), False)):
+        graph = torch.compile(lambda x, w: mapped(x * 2, w), backend="aot_eager", fullgraph=whole)
+        plain = [torch.arange(3.0 * n).view(n, 3).requires_grad_() for n in (rows, 3)]
+        given = [
+            sw.distribute_tensor(x.detach(), tp, [cut], src_data_rank=None).requires_grad_()
+            for x, cut in zip(plain, (placement, sw.Replicate()), strict=True)
+        ]
+        product, total = graph(*given)
+        x, w = plain
+        wanted = 2 * x @ w
+        torch.testing.assert_close(product.full_tensor(), wanted)
+        torch.testing.assert_close(total.full_tensor(), 2 * x.sum())
+        (product.sum() + total).backward()
+        (wanted.sum() + 2 * x.sum()).backward()
+        for one, other in zip(given, plain, strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    with pytest.raises(Exception, match="which no graph holds; fix: local_map"):
+        torch.compile(mapped, backend="eager", fullgraph=True)(*given)
+    torch._dynamo.reset()
+
+
+def test_a_graph_holds_a_function_of_even_parts(ranks):
+    ranks(2, _in_a_graph, timeout=60)

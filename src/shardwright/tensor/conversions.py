@@ -61,8 +61,8 @@ def from_local(
     made: DTensor = from_local_in_graph(
         local,
         mesh,
-        *_apart(placements),
-        *_apart(grad_placements),
+        *apart(placements),
+        *apart(grad_placements),
         run_check=run_check,
         shape=shape,
         stride=stride,
@@ -80,14 +80,15 @@ def from_local(
 _Apart = tuple[Sequence[str] | None, Any]
 
 
-def _apart(given: PlacementsArgument | None) -> _Apart:
+def apart(given: PlacementsArgument | None) -> _Apart:
     """Names and placements of a mapping: a graph can write down placements in a list, not in a dict."""
     return (list(given), list(given.values())) if isinstance(given, Mapping) else (None, given)
 
 
-def _together(names: Sequence[str] | None, given: Any) -> PlacementsArgument | None:
-    together: PlacementsArgument | None = given if names is None else dict(zip(names, given, strict=True))
-    return together
+def together(names: Sequence[str] | None, given: Any) -> PlacementsArgument | None:
+    """The argument again that `apart` took apart."""
+    argument: PlacementsArgument | None = given if names is None else dict(zip(names, given, strict=True))
+    return argument
 
 
 @of_constants
@@ -109,7 +110,7 @@ def from_local_in_graph(
             f"from_local takes the plain tensor of this rank, and was given a {type(local).__name__}\n"
             "  fix: redistribute moves a DTensor; to_local() is this rank's part of it"
         )
-    placements, grad_placements = _together(names, values), _together(grad_names, grad_values)
+    placements, grad_placements = together(names, values), together(grad_names, grad_values)
     mesh = current_mesh(mesh)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="error")

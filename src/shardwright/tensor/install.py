@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwright.compat.dynamo import call_in_graphs
 from shardwright.rules.registry import registry
-from shardwright.tensor import autograd, conversions, redistribution
+from shardwright.tensor import autograd, conversions, local_map, redistribution
 from shardwright.tensor.algorithms import embedding_bag, key_parts, one_hot, orders, padding, scans, windows
 from shardwright.tensor.attention import function as attention
 from shardwright.tensor.doors import open_doors
@@ -69,7 +69,10 @@ def install() -> None:
     above.term_of, above.laid_out = own_terms.term_of, made_gradients.as_operand
     open_doors()
     call_in_graphs(  # of these a graph sees the call alone
-        conversions.from_local_in_graph, compute_view, told=made_gradients.await_all
+        conversions.from_local_in_graph,
+        local_map.placed_in_graph,
+        compute_view,
+        told=made_gradients.await_all,
     )
     register_optimizer_step_pre_hook(refuse_replaced)
     register_optimizer_step_pre_hook(bring_gradients)

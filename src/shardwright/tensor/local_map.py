@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_flatten, tree_unflatten
+from shardwright.compat.dynamo import never_traced
 from shardwright.errors import LayoutError, as_several, refuse_other_kind
 from shardwright.index.stride import stride_like
 from shardwright.layout import layout_of
@@ -18,6 +19,7 @@ from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.placement.base import Placement
 from shardwright.tensor.agreed import check_alike, listed, told_by_all, whole_of
 from shardwright.tensor.between import is_placed_as, layout_on
+from shardwright.tensor.conversions import apart, together
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.placements import resolve_placements
 from shardwright.tensor.spec import coords_of
@@ -28,6 +30,10 @@ Shape = tuple[int, ...]
 _WITHOUT_SHAPE, _ANY = (float, complex, torch.dtype, torch.device, type(None)), "any"
 # Calls with different layouts that one mapped function remembers the shapes of.
 _MANY = 256
+_UNEVEN = (
+    "local_map asks all ranks for their parts of what is cut unevenly, which no graph holds; "
+    "fix: local_map(..., out_shapes=[shape])"
+)
 
 
 def local_map(
@@ -50,8 +56,8 @@ def local_map(
         in_grad_placements: per flattened argument the placements of its gradient.
         device_mesh: the mesh of the outputs; by default that of the first DTensor argument.
         redistribute_inputs: move inputs to `in_placements` instead of refusing them.
-        out_shapes: per output its logical shape; without it, the ranks tell each other their parts (in a
-            compiled graph they take all parts to be as long as their own).
+        out_shapes: per output its logical shape; without it, the ranks tell each other their parts. Where all
+            inputs are cut evenly a compiled graph takes parts to be as long as this rank's; else it breaks.
     Raises: LayoutError: an input with other placements, a wrong number of placements, or outputs that are not
         the parts of one tensor: on all ranks alike where they tell each other.
     Cost: beyond `func`, the moves that `redistribute_inputs` asks for, and one all-gather of 536 bytes over
@@ -70,19 +76,16 @@ def local_map(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat, tree = tree_flatten(args)
         _check_counts(len(flat), in_placements=in_placements, in_grad_placements=in_grad_placements)
-        meshes = [a.device_mesh for a in flat if isinstance(a, TorchDTensor)]
-        local = [
-            _enter(a, i, in_placements, in_grad_placements, redistribute=redistribute_inputs)
-            for i, a in enumerate(flat)
-        ]
+        placed = [_placed(a, i, in_placements, redistribute=redistribute_inputs) for i, a in enumerate(flat)]
+        local = [_local(x, i, in_grad_placements) for i, x in enumerate(placed)]
         out = func(*tree_unflatten(local, tree), **kwargs)
-        if not meshes:
+        given = [x for x in placed if isinstance(x, DTensor)]
+        if not given:
             return out
-        mesh = device_mesh or meshes[0]
-        named = tuple((name, _seen(value)) for name, value in sorted(kwargs.items()) if _seen(value) != _ANY)
-        seen = (*map(_seen, flat), *named)
-        shapes_told.asked = None if None in (*seen, *dict(named).values()) else seen
-        return _leave(out, out_placements, mesh, out_shapes, shapes_told)
+        mesh = given[0].device_mesh if device_mesh is None else device_mesh
+        if torch.compiler.is_compiling() and (_are_stated(out_shapes) or all(map(_cut_evenly, given))):
+            return _leave(out, out_placements, mesh, out_shapes, None)
+        return shapes_told.leave(flat, kwargs, out, out_placements, mesh, out_shapes)
 
     return mapped
 
@@ -114,22 +117,52 @@ def _check_counts(flat: int, **stated: Sequence[Any] | None) -> None:
             raise LayoutError(f"local_map: {len(given)} {name} for {flat} flattened arguments")
 
 
-def _enter(
-    value: Any, index: int, wanted: Sequence[Any] | None, grads: Sequence[Any] | None, *, redistribute: bool
-) -> Any:
+def _placed(value: Any, index: int, wanted: Sequence[Any] | None, *, redistribute: bool) -> Any:
     if not isinstance(value, TorchDTensor):
         return value
-    x: DTensor = as_ours(value) if not isinstance(value, DTensor) else value
+    x: DTensor = value if isinstance(value, DTensor) else as_ours(value)
     want = None if wanted is None else wanted[index]
-    if want is not None and not is_placed_as(x, want):
-        if not redistribute:
-            expected = layout_on(x, x.device_mesh, want)
-            raise LayoutError(
-                f"local_map: argument {index} has layout {x._spec.layout}, expected {expected}; "
-                "redistribute it, or set redistribute_inputs=True"
-            )
-        x = x.redistribute(placements=want)
-    return x.to_local(grad_placements=None if grads is None else grads[index])
+    return x if want is None else placed_in_graph(x, index, *apart(want), redistribute)
+
+
+def _local(value: Any, index: int, grads: Sequence[Any] | None) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return value.to_local(grad_placements=None if grads is None else grads[index])
+
+
+def placed_in_graph(
+    x: DTensor, index: int, names: Sequence[str] | None, values: Any, redistribute: bool
+) -> DTensor:
+    """An argument as it is wanted, with arguments that a graph can write down."""
+    want: Any = together(names, values)
+    if is_placed_as(x, want):
+        return x
+    if not redistribute:
+        expected = layout_on(x, x.device_mesh, want)
+        raise LayoutError(
+            f"local_map: argument {index} has layout {x._spec.layout}, expected {expected}; "
+            "redistribute it, or set redistribute_inputs=True"
+        )
+    return x.redistribute(placements=want)
+
+
+def _are_stated(shapes: Sequence[Any] | None) -> bool:
+    return shapes is not None and None not in shapes
+
+
+def _cut_evenly(x: DTensor) -> bool:
+    """Are all ranks' parts as large as this one's? Dynamo reads this; what it cannot tell from says no."""
+    lengths = list(x.shape)
+    placements: Sequence[Any] = x.placements
+    for placement, ranks in zip(placements, x.device_mesh.shape, strict=True):
+        if placement.is_shard():
+            if lengths[placement.dim] % ranks:
+                return False
+            lengths[placement.dim] //= ranks
+        elif not (placement.is_replicate() or placement.is_partial()):
+            return False
+    return True
 
 
 def _seen(value: Any) -> object | None:
@@ -144,7 +177,7 @@ def _leave(
     placements: Any,
     mesh: DeviceMesh,
     shapes: Sequence[Sequence[int] | None] | None,
-    told: _ShapesTold,
+    told: _ShapesTold | None,
 ) -> Any:
     flat, tree = tree_flatten(out)
     per_output = _per_output(placements, len(flat))
@@ -161,7 +194,10 @@ def _leave(
                 "per output in a tuple, None for a plain value"
             )
         shape = None if shapes is None else shapes[index]
-        shape = told.of(index, value, mesh, want) if shape is None else tuple(shape)
+        if shape is not None:
+            shape = tuple(shape)
+        elif told is not None:
+            shape = told.of(index, value, mesh, want)
         stride = None if shape is None else stride_like(tuple(shape), tuple(value.stride()))
         wrapped.append(DTensor.from_local(value, mesh, want, shape=shape, stride=stride))
     return tree_unflatten(wrapped, tree)
@@ -178,6 +214,22 @@ class _ShapesTold:
         self.asked: tuple[object, ...] | None = None
         # For each mesh, whose ranks fill it alike: what one of them forgets, all of them do.
         self._known: dict[MeshShape, dict[tuple[object, ...], tuple[Shape, Shape]]] = {}
+
+    @functools.partial(never_traced, why=_UNEVEN)
+    def leave(
+        self,
+        flat: Sequence[Any],
+        named: Mapping[str, Any],
+        out: Any,
+        placements: Any,
+        mesh: DeviceMesh,
+        shapes: Any,
+    ) -> Any:
+        """`_leave` of a call with these arguments, of which is noted what all ranks know alike."""
+        others = tuple((name, _seen(value)) for name, value in sorted(named.items()) if _seen(value) != _ANY)
+        seen = (*map(_seen, flat), *others)
+        self.asked = None if None in (*seen, *dict(others).values()) else seen
+        return _leave(out, placements, mesh, shapes, self)
 
     def of(self, index: int, local: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Shape | None:
         """The logical shape of an output; None where each rank knows it from its own part."""
