@@ -249,3 +249,17 @@ def _gradient_penalty():
 
 def test_a_gradient_penalty_is_differentiated_twice(ranks):
     ranks(2, _gradient_penalty)
+
+
+def _term_of_parameters(name):
+    model, local, count, wanted = _setup(name)
+    used = {n: p for n, p in model.named_parameters() if wanted[n] is not None}
+    (sum_loss(model, local, count) + sum(p.full_tensor().square().sum() for p in used.values())).backward()
+    ties = {p: 2 * p.full_tensor().detach() for p in used.values()}
+    decayed = {n: ties[p] for n, p in model.named_parameters(remove_duplicate=False) if p in ties}
+    check_full_gradients(model, {n: g if g is None else g + decayed[n] for n, g in wanted.items()})
+
+
+@pytest.mark.parametrize("name", ["replicate", "fsdp", "fsdp by blocks", "hsdp", "replicate, then fsdp"])
+def test_a_term_of_parameters_counts_once_where_it_reads_them_by_full_tensor(ranks, name):
+    ranks(STRATEGIES[name].world, _term_of_parameters, name)
