@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.comm.pack import new_tensor
+from shardwright.errors import ImplicitRedistributionError
 from shardwright.plan.work import Memory
 from shardwright.testing.meshes import rank_mesh
 from tests.tiers import one_in
@@ -180,6 +181,34 @@ def _compiled_loss():
 
 def test_a_compiled_loss_is_replicated_in_loss_parallel(ranks):
     ranks(2, _compiled_loss)
+
+
+def _explicit(x, w):
+    with sw.explicit():
+        return (x @ w).relu()
+
+
+def _opens_blocks():
+    mesh = rank_mesh((2,), ("tp",))
+    terms = [
+        sw.distribute_tensor(torch.ones(4, 4), mesh, [cut], src_data_rank=None)
+        for cut in (sw.Shard(1), sw.Shard(0))
+    ]
+    torch._dynamo.reset()
+    compiled = torch.compile(_explicit, backend="aot_eager")
+    with pytest.raises(ImplicitRedistributionError):
+        compiled(*terms)
+    whole = sw.distribute_tensor(torch.ones(4, 4), mesh, src_data_rank=None)
+    torch.testing.assert_close(compiled(terms[1], whole).full_tensor(), torch.full((4, 4), 4.0))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="fix: open it around the call of what is compiled"):
+        torch.compile(_explicit, backend="aot_eager", fullgraph=True)(*terms)
+    torch._dynamo.reset()
+
+
+def test_a_block_that_allows_no_implicit_move_is_not_passed_over_by_a_graph(ranks):
+    """Dynamo read the block and left nothing of it: what was sent for `relu` was sent in silence."""
+    ranks(2, _opens_blocks)
 
 
 def _halves():

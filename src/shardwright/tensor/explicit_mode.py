@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
+from shardwright.compat.dynamo import never_traced
 from shardwright.errors import ImplicitRedistributionError
 from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_redistribution
@@ -19,8 +21,14 @@ class _Mode(threading.local):
 here = _Mode()
 
 
+@partial(
+    never_traced, why="no graph holds a block of explicit(); fix: open it around the call of what is compiled"
+)
 def explicit() -> AbstractContextManager[None]:
-    """Within the block (of this thread) an implicit redistribution raises ImplicitRedistributionError."""
+    """Within the block (of this thread) an implicit redistribution raises ImplicitRedistributionError.
+
+    Of what is compiled, where it is compiled: a graph that was made outside of a block says nothing in it.
+    """
     return _turned(True)
 
 
