@@ -30,6 +30,8 @@ def _no_images():
         (lambda x: functional.unfold(x, 2), images),
         (lambda x: functional.avg_pool1d(x, 3), rows),
         (lambda x: functional.max_pool2d(x, 2), images),
+        (lambda x: functional.interpolate(x, scale_factor=2), images),
+        (lambda x: functional.interpolate(x, 4, mode="nearest-exact"), rows),
     ):
         got = function(place(x, [sw.Shard(1)] * mesh().ndim))
         assert got.shape == function(x).shape

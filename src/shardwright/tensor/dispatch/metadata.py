@@ -86,6 +86,17 @@ def _of_shift(op: Callable[..., torch.Tensor], x: torch.Tensor, by: Any) -> torc
     return (torch.bitwise_left_shift if x.dtype == torch.bool else op)(x, by)
 
 
+def _of_upsampling(
+    op: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any
+) -> torch.Tensor:
+    """torch's own takes the sizes of an empty batch of images for a condition, which ends in a TypeError."""
+    given = x.new_empty((1, *x.shape[1:])) if x.shape[:1] == (0,) else x
+    return op(given, *rest, **named)[: len(x)]
+
+
+_UPSAMPLING = (
+    f"{name}{dims}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)
+)
 _OWN: dict[str, Callable[..., Any]] = {
     "aten::__lshift__": partial(_of_shift, torch.ops.aten.__lshift__),
     "aten::__rshift__": partial(_of_shift, torch.ops.aten.__rshift__),
@@ -95,6 +106,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "aten::nan_to_num_": lambda x, *_: x,  # torch's, of complex numbers, asks which are -inf
     "aten::native_group_norm_backward": _of_group_norm_backward,
     "aten::view_copy": _of_view_copy,
+    **{f"aten::{name}": partial(_of_upsampling, getattr(torch.ops.aten, name)) for name in _UPSAMPLING},
 }
 
 
