@@ -290,6 +290,17 @@ def test_a_count_that_is_no_number_and_dims_that_are_none_are_told_to_all_ranks(
         assert all("is no Mapping" in text or "is no dim" in text for text in dims)
 
 
+def _mean_with_a_count():
+    model = parallelize_pipeline(Registered(), rank_mesh((2,), ("pp",)), ["layers.1"], stages={"norm": 1})
+    x = torch.ones(4, 3, HIDDEN)
+    return _text(Pipeline(model, nn.MSELoss(), micro_batches=2).step, x, target=x, count=12)
+
+
+def test_a_mean_is_not_divided_by_a_count(ranks):
+    """Gradients had been as many times too small as there are elements in a micro-batch."""
+    assert all("fix: MSELoss(reduction='sum')" in text for text in ranks(2, _mean_with_a_count))
+
+
 def _no_pipelines():
     model = parallelize_pipeline(Decoder(), rank_mesh((2,), ("pp",)), ["layers.2"])
     texts = [_text(Pipeline, None, loss_sum, micro_batches=2)]

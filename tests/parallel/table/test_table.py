@@ -235,6 +235,7 @@ def test_a_file_is_read_and_what_was_done_is_told(ranks, tmp_path, kind):
     assert (share.least, share.most) == (min(held), max(held))
     assert share.parameters == len(list(made().parameters()))
     assert share.bytes == sum(p.numel() * 4 for p in made().parameters())
+    assert "and 1 more" in text
     assert "tensor + fsdp" in text
     assert "dp_cp_shard 2" in text
     assert "sw.spmd" in text

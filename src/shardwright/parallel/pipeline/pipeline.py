@@ -223,7 +223,7 @@ class Pipeline:
             refuse_recording(self.module, kwargs)
             said += [*signature(batches), str(self.module.training), str(autocast(self._device))]
             said.append("no count" if count is None else "a count")
-            _check_count(count)
+            _check_count(count, self.loss)
         except BaseException as failed:  # noqa: BLE001  the other ranks are told
             error = failed
         modules = list(self.module.modules())
@@ -283,8 +283,17 @@ class Pipeline:
                 self._split.place_leavings(self.module)
 
 
-def _check_count(count: object) -> None:
-    """Raise ParallelError for what is no number of tokens; of a tensor nobody waits for its value."""
+def _check_count(count: object, loss: object) -> None:
+    """Raise ParallelError for what is no number of tokens, or would divide a mean by it.
+
+    Of a tensor nobody waits for its value.
+    """
+    if count is not None and getattr(loss, "reduction", None) == "mean":
+        kind = type(loss).__name__
+        raise ParallelError(
+            f"pipeline: {kind} takes the mean of a micro-batch, and count= divides what is summed by the "
+            f"tokens of all\n  fix: {kind}(reduction='sum')"
+        )
     if isinstance(count, Tensor):
         is_number = count.numel() == 1
     else:

@@ -44,6 +44,7 @@ class Call:
         path: of the module that is placed; "" for the model.
         mesh: the axes that place it.
         apply: makes the call.
+        more: how many rows ask for the same call.
     """
 
     row: Row
@@ -51,6 +52,7 @@ class Call:
     path: str
     mesh: DeviceMesh
     apply: Callable[[], object]
+    more: int = 0
 
 
 def calls_of(table: Table) -> list[Call]:
@@ -66,7 +68,8 @@ def _tensor(table: Table) -> Iterator[Call]:
         plan: Any = AUTO if said == {"": AUTO} else said
         sequence, mesh = bool(table.of(SEQUENCE)), table.axes.mesh(TENSOR)
         apply = partial(parallelize_tensor, table.module, mesh, plan, sequence_parallel=sequence)
-        yield Call(rows[0], "tensor + sequence" if sequence else TENSOR, "", mesh, apply)
+        name = "tensor + sequence" if sequence else TENSOR
+        yield Call(rows[0], name, "", mesh, apply, len(rows) - 1)
 
 
 def _by_module(

@@ -120,7 +120,9 @@ def report_of(calls: Sequence[Call], placed: Sequence[Placed], words: Sequence[W
     shares = [_share(by, indices, placed, words) for by, indices in groups.items()]
     if len(shares) > 1:
         shares.append(_share("all", range(len(placed)), placed, words))
-    told = [(str(c.row), c.strategy, c.path, _axes(c)) for c in calls]
+    told = [
+        (f"{c.row} and {c.more} more" if c.more else str(c.row), c.strategy, c.path, _axes(c)) for c in calls
+    ]
     return Report(tuple(told), tuple(shares), tuple(_notes(calls)))
 
 
