@@ -86,7 +86,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def _left_in(modules: Iterable[nn.Module | None]) -> list[torch.Tensor]:
     """Tensors that are attributes, or in lists, tuples and dicts that are. It runs after each forward."""
     found: list[torch.Tensor] = []
-    below: list[nn.Module | None] = []
+    below: list[Any] = []
     for module in modules:
         for name, value in vars(module).items() if module is not None else ():
             if name not in _OF_MODULES and type(value) not in _HOLD_NONE:
