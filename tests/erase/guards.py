@@ -115,12 +115,13 @@ def shared_with_the_program():
 
 def places_of_memory():
     def second(x):
-        return torch.as_strided(x, (2,), (1,), x.storage_offset() + 1)
+        return torch.as_strided(x, (2,), (1,), x.storage_offset() + 1) * 1
 
-    fast = sw.erase(second)
+    fast, scaled = sw.erase(second), sw.erase(lambda x: x * x.storage_offset())
     base = _x(8)
-    assert_equal(fast(base[:4]), base[1:3])
-    assert_equal(fast(base[4:]), base[5:7])
+    for at in (0, 4):
+        assert_equal(scaled(base[at : at + 4]), base[at : at + 4] * at)
+        assert_equal(fast(base[at : at + 4]), base[at + 1 : at + 3])
 
 
 def wants_a_gradient():

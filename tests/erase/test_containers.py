@@ -2,6 +2,7 @@
 
 import collections
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -179,3 +180,48 @@ def test_what_the_program_holds_comes_back_itself():
         assert given is held
         assert shape == out.shape
         assert type(shape) is torch.Size
+
+
+class _Marked(torch.Tensor):
+    """A class of the program's own."""
+
+
+def test_a_result_of_another_class_stays_of_it():
+    fast = sw.erase(lambda x: x * 2)
+    for _ in range(3):
+        assert type(fast(torch.ones(2).as_subclass(_Marked))) is _Marked
+
+
+_WITHOUT_STRIDES = {
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", _WITHOUT_STRIDES)
+def test_a_tensor_without_strides_runs_as_it_is(kind):
+    """Among the arguments, or among what the program holds."""
+    held = _WITHOUT_STRIDES[kind]()
+    for function in (lambda x: (x * 2).values().sum(), lambda _: (held * 2).values().sum()):
+        fast = sw.erase(function)
+        for _ in range(3):
+            given = _WITHOUT_STRIDES[kind]()
+            torch.testing.assert_close(fast(given), function(given))
+
+
+def test_calls_that_raised_are_no_attempts():
+    settings = {"raises": True}
+
+    def program(x):
+        if settings["raises"]:
+            raise ValueError("not yet")
+        return x * 2
+
+    fast = sw.erase(program)
+    for turn in range(7):
+        settings["raises"] = turn < 4
+        with pytest.raises(ValueError, match="not yet") if turn < 4 else nullcontext():
+            assert torch.equal(fast(torch.ones(2)), torch.full((2,), 2.0))
+    assert fast.report().replays == 2, str(fast.report())

@@ -479,6 +479,76 @@ def test_aliases_are_part_of_the_graph_around(ranks):
     ranks(2, _aliases)
 
 
+def _two_views(x):
+    y = x * 2
+    return y, y.view(-1)
+
+
+def _halves(x):
+    return (x * 2).view(-1), (x * 3).t()
+
+
+def _view_of_what_was_given(x):
+    return x, x[1:]
+
+
+# Which of the two results is written with a gradient, and which is read.
+_WRITES = {
+    "a view": (_two_views, 1, 0),
+    "a base": (_two_views, 0, 1),
+    "a view of what does not come back": (_halves, 1, 1),
+    "an argument": (_view_of_what_was_given, 0, 1),
+    "a view of an argument": (_view_of_what_was_given, 1, 0),
+}
+
+
+def _written_views(name):
+    """Results without a graph are views of each other, and get one by a write of the program around."""
+    function, written, read = _WRITES[name]
+    for place in (lambda x: x, lambda x: sw.distribute_tensor(x, _mesh(), {"tp": sw.Replicate()})):
+        fast = sw.erase(function)
+        for turn in range(3):
+            x, found = torch.arange(8.0).view(4, 2) + turn, []
+            for call, given in ((function, x.clone()), (fast, place(x))):
+                scale = torch.ones_like(given[0, 0]).requires_grad_()
+                out = call(given)
+                out[written].mul_(scale)
+                out[read].sum().backward()
+                found.append(full(scale.grad))
+            assert torch.equal(*found), (name, turn)
+        assert fast.report().replays == 2, str(fast.report())
+
+
+@pytest.mark.parametrize("name", _WRITES)
+def test_results_without_a_graph_are_views_of_what_they_were(ranks, name):
+    ranks(2, _written_views, name)
+
+
+def _gradients_given_back():
+    """A gradient that comes back is the parameter's own, and a view that is saved knows of later writes."""
+    weight = sw.distribute_tensor(torch.ones(4, 2), _mesh(), {"tp": sw.Shard(0)}).requires_grad_()
+
+    def step(x):
+        (weight * x).sum().backward()
+        return weight.grad
+
+    fast, views = sw.erase(step), sw.erase(_two_views)
+    for turn in range(4):
+        x = _on_mesh(torch.ones(4, 2))
+        assert fast(x) is weight.grad
+        assert_equal(weight.grad, torch.full((4, 2), turn + 1.0))
+        base, view = views(x)
+        loss = (view * weight.view(-1)).square().sum()
+        base.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert (fast.report().replays, views.report().replays) == (2, 3), str(fast.report())
+
+
+def test_gradients_come_back_themselves(ranks):
+    ranks(2, _gradients_given_back)
+
+
 def _lets_go():
     """Of a recorded call only what its results need is left: no intermediate lives as long as the program."""
     w = _on_mesh(torch.ones(6, 37), sw.Replicate()).requires_grad_()

@@ -10,11 +10,11 @@ import torch
 
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients
+from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients, view_again
 from shardwright.erased import given, holds, surroundings
 from shardwright.erased.containers import CHANGED, nodes_of, taken_apart, with_leaves
 from shardwright.erased.effects import Before, Effects, gradients_after, written_of
-from shardwright.erased.entry import Backward, Entry, Leaf, overlap
+from shardwright.erased.entry import Backward, Entry, Leaf, View, overlap
 from shardwright.erased.gradients import (
     Cut,
     Gradients,
@@ -30,7 +30,7 @@ from shardwright.erased.program import Program, program_of
 from shardwright.erased.rates import Rate, followed_facts, may_name
 from shardwright.erased.record import Recording
 from shardwright.erased.refuse import Refusal
-from shardwright.erased.results import Result
+from shardwright.erased.results import Result, hollow
 from shardwright.erased.sources import Given, Gradient, Held, Tangent
 from shardwright.erased.walk import HOOKS, SCALARS, World, local_of
 from shardwright.erased.watch import Watch, profiled
@@ -140,9 +140,10 @@ class Attempt:
             flat = [x.detach() if i in hanging else x for i, x in enumerate(flat)]
             hanging = []
         leaves, made, of_results = self._results(flat)
-        refusals += [*of_results, *self._of_containers(out)]
+        views, of_views = self._views(made)
+        refusals += [*of_results, *of_views, *self._of_containers(out)]
         if not refusals:
-            self.finish = _Finish(self, gradients, written, leaves, made, structure)
+            self.finish = _Finish(self, gradients, written, leaves, made, views, structure)
         if hanging or self.cut.written():
             return self._hang(out, flat, hanging, refusals)
         if refusals:
@@ -178,19 +179,19 @@ class Attempt:
         made: list[torch.Tensor] = []
         refusals: list[Refusal] = []
         for x in flat:
-            place = next((i for i, leaf in enumerate(self.leaves) if leaf is x), None)
-            if isinstance(x, SCALARS):
-                leaves.append(Leaf("same", x))
-            elif place is not None:
-                leaves.append(Leaf("given", place))
-            elif self.world.holds(x):
-                leaves.append(Leaf("same", x))
+            leaf = self._known(x)
+            if leaf is not None:
+                leaves.append(leaf)
             elif isinstance(x, torch.Tensor):
                 known = next((i for i, y in enumerate(made) if y is x), None)
                 leaves.append(Leaf("made", len(made) if known is None else known))
                 made += [x] if known is None else []
                 if Result.of(x, self.tape) is None:
                     refusals.append(Refusal("a result", "it is a tensor that no recorded operator made"))
+                elif type(x) is not torch.Tensor and not isinstance(x, DTensor):
+                    refusals.append(
+                        Refusal(f"a result of {type(x).__name__}", "a replay gives a plain tensor")
+                    )
                 elif given.hung_on(x):
                     refusals.append(Refusal("a result", "the call has hung attributes on it"))
                 elif x.requires_grad and not has_graph(x):
@@ -198,6 +199,42 @@ class Attempt:
             else:
                 refusals.append(Refusal(f"a result of {type(x).__name__}", "it is no tensor and no number"))
         return leaves, made, refusals
+
+    def _known(self, x: Any) -> Leaf | None:
+        """A result that is there already: a number, an argument, what the program holds, a gradient."""
+        places = {id(leaf): place for place, leaf in reversed([*enumerate(self.leaves)])}
+        if isinstance(x, SCALARS) or (id(x) not in places and self.world.holds(x)):
+            return Leaf("same", x)
+        if id(x) in places:
+            return Leaf("given", places[id(x)])
+        of = next((was.x for was in self.before if was.has(x)), None)
+        return None if of is None else Leaf("gradient", places.get(id(of), of))
+
+    def _views(self, made: list[torch.Tensor]) -> tuple[list[View], list[Refusal]]:
+        """Which results are views, and of what; a base that does not come back is made beside them."""
+        views: list[View] = []
+        refusals: list[Refusal] = []
+        for place, x in enumerate([*made]):
+            base = x._base if x._is_view() and not x.requires_grad else None
+            of_base = None if base is None or base.requires_grad else Result.of(base, self.tape)
+            if base is None or of_base is None:
+                continue
+            leaf, like = self._base(base, made), view_again(x, hollow(of_base, local_of(base)))
+            if leaf is None or like is None:
+                refusals.append(Refusal("a result", "it is a view that a replay cannot make again"))
+            else:
+                views.append((place, like, leaf))
+        return views, refusals
+
+    def _base(self, base: torch.Tensor, made: list[torch.Tensor]) -> Leaf | None:
+        known = self._known(base)
+        if known is None and any(x._base is base for _, x in self.world.tensors):
+            known = Leaf("same", base)
+        if known is not None or any(isinstance(x, torch.Tensor) and x._base is base for x in self.leaves):
+            return known
+        place = next((i for i, y in enumerate(made) if y is base), len(made))
+        made += [base] if place == len(made) else []
+        return Leaf("made", place)
 
     # -- results that want gradients ------------------------------------------------------------------
 
@@ -274,9 +311,11 @@ class _Finish:
         written: list[torch.Tensor],
         leaves: list[Leaf],
         made: list[torch.Tensor],
+        views: list[View],
         structure: Any,
     ) -> None:
         self.attempt, self.leaves, self.made, self.structure = attempt, leaves, made, structure
+        self.views = views
         places = {id(x): i for i, x in enumerate(attempt.leaves)}
         self.effects = Effects(
             tuple((places.get(id(x), x), result) for x, result in gradients),
@@ -382,6 +421,7 @@ class _Finish:
         asked = {id(line) for _, lines in truths.values() for line in lines}
         question = program_of(tape, [line for line in tape.lines if id(line) in asked], [*truths])
         programs = [program, question, *([backward.program] if backward else ())]
+        places = _names_places(programs, attempt.world.named)
         tape.settle({number for each in programs for number in each.holds})
         attempt.keep(
             Entry(
@@ -390,12 +430,13 @@ class _Finish:
                 program=program,
                 made=tuple(r for r in self.results if r is not None),
                 leaves=tuple(self.leaves),
+                views=tuple(self.views),
                 objects=given.objects_of(attempt.leaves),
                 structure=self.structure,
                 effects=self.effects,
                 question=question,
                 answers=tuple(value for value, _ in truths.values()),
-                given_offsets=given.offsets(attempt.leaves) if _names_places(programs) else None,
+                given_offsets=given.offsets(attempt.leaves) if places else None,
                 held_storages=storages,
                 given_held=overlap(attempt.leaves, storages),
                 given_gradients=self.given_gradients,
@@ -408,6 +449,7 @@ class _Finish:
         )
 
 
-def _names_places(programs: Sequence[Program]) -> bool:
-    """Does a line name a place of memory by its number?"""
-    return any("as_strided" in line.name for program in programs for line in program.lines)
+def _names_places(programs: Sequence[Program], named: set[str]) -> bool:
+    """Does a line name a place of memory by its number, or may the program ask for it?"""
+    lines = (line for program in programs for line in program.lines)
+    return "storage_offset" in named or any("as_strided" in line.name for line in lines)

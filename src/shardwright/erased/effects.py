@@ -42,6 +42,10 @@ class Before:
         version, node, wants, hung = version_of(x), x.grad_fn, x.requires_grad, hung_on(x)
         return Before(path, x, gradient, gradient_of(x), written, version, node, wants, _lies(x), hung)
 
+    def has(self, gradient: Any) -> bool:
+        """Is this very tensor its gradient now?"""
+        return _gradient(self.x) is gradient
+
     def brought(self) -> bool:
         """Has it got a gradient since, or more of one?"""
         now = _gradient(self.x)

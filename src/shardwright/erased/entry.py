@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients, tree_unflatten, version_of
+from shardwright.compat import (
+    DisableTorchFunctionSubclass,
+    is_batch_of_gradients,
+    tree_unflatten,
+    version_of,
+    view_again,
+)
 from shardwright.erased import given, text
 from shardwright.erased.effects import Effects, carry_out
 from shardwright.erased.gradients import hang
@@ -31,12 +37,24 @@ if TYPE_CHECKING:
 class Leaf:
     """How one leaf of the result comes back.
 
-    kind: "given" (the leaf of the arguments with this number), "made" (the result of this number) or "same"
-        (this very object: a constant, a parameter).
+    kind: "given" (the leaf of the arguments with this number), "made" (the result of this number), "same"
+        (this very object: a constant, a parameter) or "gradient" (that of an argument by number, or of this
+        parameter).
     """
 
     kind: str
     what: Any
+
+    def found(self, leaves: list[Any], made: Sequence[torch.Tensor]) -> Any:
+        """What it is for these arguments, in a replay that made these results."""
+        if self.kind == "same":
+            return self.what
+        if self.kind == "gradient":
+            return given.found(self.what, leaves).grad
+        return (leaves if self.kind == "given" else made)[self.what]
+
+
+View = tuple[int, torch.Tensor, Leaf]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +84,7 @@ class Backward:
 class Entry:
     """What a recording knows. optimizers, named: see `World`. objects: arguments whose `id` is in its key.
 
+    views: the results of these numbers are like these tensors without data, of what is another leaf.
     question, answers: what it decides by, of what is there before it runs, and what it said.
     """
 
@@ -74,6 +93,7 @@ class Entry:
     program: Program
     made: tuple[Result, ...]
     leaves: tuple[Leaf, ...]
+    views: tuple[View, ...]
     objects: tuple[Any, ...]
     structure: Any
     effects: Effects
@@ -119,8 +139,7 @@ class Entry:
             values = self.program.run(*taken)
         carry_out(self.effects, leaves, values[len(self.made) : len(self.made) + self._n_gradients])
         made = self._made(values, leaves)  # behind what the call wrote: its backward watches for later writes
-        found = {"made": made, "given": leaves}
-        flat = [leaf.what if leaf.kind == "same" else found[leaf.kind][leaf.what] for leaf in self.leaves]
+        flat = [leaf.found(leaves, made) for leaf in self.leaves]
         return flat[0] if self.structure is None else tree_unflatten(flat, self.structure)
 
     @contextmanager
@@ -136,6 +155,8 @@ class Entry:
 
     def _made(self, values: tuple[torch.Tensor, ...], leaves: list[Any]) -> list[torch.Tensor]:
         made = [made_again(result, local) for result, local in zip(self.made, values, strict=False)]
+        for place, like, base in self.views:
+            made[place] = view_again(like, base.found(leaves, made))
         backward = self.backward
         if backward is None:
             return made

@@ -121,7 +121,11 @@ class Erased:
 
         covered = self._entries[key][0] if rates and self._entries.get(key) else None
         hasty = self._failed(key) > 1 and not rates
-        return Attempt(self._function, leaves, kept, refused, rates, hasty=hasty).run(args, kwargs)
+        try:
+            return Attempt(self._function, leaves, kept, refused, rates, hasty=hasty).run(args, kwargs)
+        except BaseException:  # it says nothing of the next call
+            self._attempts[key] -= 1
+            raise
 
     def _failed(self, key: Any) -> int:
         """How many attempts have left no recording, with the one that runs now."""
@@ -175,6 +179,8 @@ def _forget_forms(leaves: list[Any]) -> None:
 
 def _views(leaves: list[Any]) -> str:
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    if any(map(given.without_strides, tensors)):
+        return "an argument is nested, or sparse and compressed"
     if any(map(given.hooked, tensors)):
         return "an argument has hooks on its gradient"
     if write_back.origins.data and any(x in write_back.origins for x in tensors):

@@ -14,6 +14,7 @@ from shardwright.erased.walk import SCALARS, local_of
 from shardwright.tensor.dtensor import DTensor
 
 _DIRECT = (torch.Tensor, *SCALARS)
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _EXACT = frozenset({bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
@@ -98,7 +99,14 @@ def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
         return type(x), x._spec.plain.token, local.stride(), x.requires_grad, x.is_leaf, _bits(local)
     if isinstance(x, TorchDTensor):
         return type(x), x._spec, x._local_tensor.stride(), x.requires_grad, x.is_leaf
+    if without_strides(x):
+        return type(x), x.layout, id(x), x.requires_grad, x.is_leaf
     return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_leaf, _bits(x)
+
+
+def without_strides(x: torch.Tensor) -> bool:
+    """Is it nested, or sparse in one of the compressed forms?"""
+    return x.is_nested or x.layout in _COMPRESSED
 
 
 def _bits(x: torch.Tensor) -> tuple[bool, ...]:

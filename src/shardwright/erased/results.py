@@ -35,6 +35,12 @@ class Result:
         return Result(number, spec, offset_of(x) if spec else 0)
 
 
+def hollow(result: Result, local: torch.Tensor) -> torch.Tensor:
+    """A tensor without data that lies like one that is made again of this local part."""
+    empty = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+    return made_again(result, empty)
+
+
 def made_again(result: Result, local: torch.Tensor) -> torch.Tensor:
     """The tensor of this local part."""
     return local if result.spec is None else wrap(local, result.spec, offset=result.offset)
