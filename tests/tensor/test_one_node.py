@@ -1,6 +1,8 @@
-"""Linear layers as one node of the graph of gradients: values of one device, and who looks sees the ops."""
+"""Layers as one node of the graph of gradients: values of one device, and who looks sees the ops."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
@@ -52,15 +54,15 @@ def _placed(full, mesh, placements):
     return placed
 
 
-def _first_and_second(operands, seed):
+def _first_and_second(operands, seed, function=F.linear):
     """The result, its gradients, and the gradients of a penalty on these."""
-    y = F.linear(*operands)
+    y = function(*operands)
     grads = torch.autograd.grad(y.pow(3).sum() / 7, operands, create_graph=True)
     again = torch.autograd.grad(sum(g.square().sum() for g in grads), operands)
     batch = torch.autograd.grad(
-        F.linear(*operands), operands, torch.stack([seed, seed]), is_grads_batched=True
+        function(*operands), operands, torch.stack([seed, seed]), is_grads_batched=True
     )
-    plain = torch.autograd.grad(F.linear(*operands), operands, seed)
+    plain = torch.autograd.grad(function(*operands), operands, seed)
     return [y, *grads, *again, *batch, *plain], y.grad_fn.name()
 
 
@@ -84,6 +86,89 @@ def _layers():
 
 def test_values_and_first_and_second_gradients_are_those_of_one_device(ranks):
     ranks(2, _layers)
+
+
+# shape of the rows and of what is normed, the rows' placement, has it a weight?; may it be one node?
+NORMS = {
+    "rows": ((8, 6), (6,), S(0), True, True),
+    "tokens": ((2, 4, 6), (6,), S(1), True, True),
+    "two dims": ((4, 3, 2), (3, 2), S(0), True, True),
+    "whole, no weight": ((5, 6), (6,), R(), False, True),
+    "cut": ((4, 6), (6,), S(1), True, False),
+    "pending where ranks may do other things": ((4, 6), (6,), P(), True, False),
+    "one row": ((1, 6), (6,), S(0), True, False),
+}
+
+
+def _norms():
+    mesh, draw = _mesh(), torch.Generator().manual_seed(0)
+    forget()
+    for name, (shape, normed, rows, weighs, is_node) in NORMS.items():
+        sizes = (shape, normed) if weighs else (shape,)
+        full = [torch.randn(size, generator=draw, dtype=torch.float64).requires_grad_() for size in sizes]
+        placed = _placed(full, mesh, (rows, R()))
+        seed = torch.randn(shape, generator=draw, dtype=torch.float64)
+
+        def norm(x, weight=None, normed=normed):
+            return nn.functional.rms_norm(x, normed, weight, eps=1e-3)
+
+        expected, _ = _first_and_second(full, seed, norm)
+        for _ in range(3):
+            found, node = _first_and_second(placed, sw.distribute_tensor(seed, mesh, [R()]), norm)
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours.full_tensor(), theirs)
+                assert ours.stride() == theirs.stride()
+        assert (node == "RmsNormBackward") == is_node, (name, node)
+
+
+def test_norms_and_their_first_and_second_gradients_are_those_of_one_device(ranks):
+    ranks(2, _norms)
+
+
+def _stream(x, a, weight):
+    """A value that is read by a norm first, and beside it: of rows that are cut, a pending one."""
+    h = x @ a
+    normed = nn.functional.rms_norm(h, (6,), weight)
+    nodes.append(normed.grad_fn.name())
+    return h + normed.tanh()
+
+
+nodes = []
+
+
+def _of_pending_values():
+    mesh, draw = _mesh(), torch.Generator().manual_seed(0)
+    forget()
+    sizes = ((4, 8), (8, 6), (6,))
+    full = [torch.randn(size, generator=draw, dtype=torch.float64).requires_grad_() for size in sizes]
+    seed = torch.randn(4, 6, generator=draw, dtype=torch.float64)
+    expected, _ = _first_and_second(full, seed, _stream)
+    operands = _placed(full, mesh, (S(1), S(0), R()))
+    sent = []
+    for inside in (True, True, True, False, True):
+        nodes.clear()
+        with sw.spmd(mesh) if inside else contextlib.nullcontext():
+            found, _ = _first_and_second(operands, sw.distribute_tensor(seed, mesh, [R()]), _stream)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+        sent.append(nodes[-1])
+    with sw.spmd(mesh), sw.trace() as trace:
+        h = operands[0] @ operands[1]
+        normed = nn.functional.rms_norm(h, (6,), operands[2])
+        assert "Partial(sum)" in str(h.placements)
+    finished = [event.op for event in trace.collectives]
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        normed.sum().backward()
+    return sent, len(finished)
+
+
+def test_a_norm_of_a_pending_value_reads_its_finished_form_where_that_is_kept(ranks):
+    for sent, finished in ranks(2, _of_pending_values):
+        assert sent[2] == sent[4] == "RmsNormBackward"
+        assert sent[3] != "RmsNormBackward"
+        assert finished == 1
 
 
 def _known(shape=(4, 2, 6), **wanted):

@@ -40,7 +40,7 @@ from shardwright.tensor.wrap import held_outside, wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 14  # `VERSION` of the C file
+_BUILT = 15  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}

@@ -228,14 +228,28 @@ def finished_from(x: DTensor, of: DTensor, local: torch.Tensor) -> torch.Tensor:
     return form._local_tensor
 
 
-def finish_together(op: str, values: Iterable[DTensor]) -> None:
+def form_of(op: str, x: DTensor) -> DTensor | None:
+    """The finished form of a pending value, made if it is not known; None: it is not kept here.
+
+    Raises: ImplicitRedistributionError: inside `explicit()`, where it would have to be made.
+    """
+    form = known(x)
+    if form is not None:
+        taken(op, x, form)
+    elif may_keep(x):
+        finish_together(op, [x], "read")
+        form = known(x)
+    return form
+
+
+def finish_together(op: str, values: Iterable[DTensor], why: str = "read in one list") -> None:
     """Finish the values that are not yet, in as few collectives as they have kinds of moves.
 
     Raises: ImplicitRedistributionError: inside `explicit()`, before anything is sent.
     """
     missing = {id(x): x for x in map(subject, values) if may_keep(x) and known(x) is None}
     wanted = [(x, finished_layout(x._spec.layout)) for x in missing.values()]
-    moved = move_operands_together(op, wanted, "read in one list")
+    moved = move_operands_together(op, wanted, why)
     for (x, layout), local in zip(wanted, moved, strict=True):
         keep(x, wrap(local, spec_of(layout, x.device_mesh)))
 

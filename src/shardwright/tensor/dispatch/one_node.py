@@ -13,7 +13,7 @@ what is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ import torch
 from shardwright.compat import nn_functions, will_run
 from shardwright.layout.layout import all_hold_some
 from shardwright.remember import memo
-from shardwright.rules.call import Args
+from shardwright.rules.call import Args, Kwargs
+from shardwright.tensor import finished_forms
 from shardwright.tensor.autograd import one_by_one
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec
@@ -37,10 +38,16 @@ class Node(NamedTuple):
 
     function: of autograd; it is given the spec of the result, and what the function is given.
     fits:     may a call on these arguments be one, as far as their layouts say?
+    names:    of the function's arguments; those with a default have None.
     """
 
     function: type[torch.autograd.Function]
     fits: Callable[..., bool]
+    names: tuple[str, ...]
+
+    def in_order(self, args: Args, kwargs: Kwargs) -> Args:
+        """All arguments by their places."""
+        return (*args, *(kwargs.get(name) for name in self.names[len(args) :]))
 
 
 def is_wanted(func: Any, args: Args) -> bool:
@@ -49,17 +56,43 @@ def is_wanted(func: Any, args: Args) -> bool:
     return records and any(isinstance(x, DTensor) and x.requires_grad for x in args)
 
 
-def node_of(func: Any, args: Args, spec: Spec) -> Callable[..., Any] | bool:
+def node_of(func: Any, args: Args, kwargs: Kwargs, spec: Spec) -> Callable[..., Any] | bool:
     """What runs the calls of this key as one node; False: they may not be one.
 
     Args: spec: of the result. The same on all ranks: nothing but layouts is asked.
     """
     node = NODES[func]
-    layouts = [x._spec.layout for x in args if isinstance(x, DTensor)]
-    if not node.fits(*args) or not all(map(all_hold_some, (spec.layout, *layouts))):
+    ordered = node.in_order(args, kwargs)
+    layouts = [x._spec.layout for x in ordered if isinstance(x, DTensor)]
+    if not node.fits(*ordered) or not all(map(all_hold_some, (spec.layout, *layouts))):
         return False
     # past `Function.apply` in Python, as `tensor.autograd.apply`: no transform is on, and nothing is compiled
-    return partial(super(torch.autograd.Function, node.function).apply, spec)  # type: ignore[misc]
+    run = partial(super(torch.autograd.Function, node.function).apply, spec)  # type: ignore[misc]
+    if not kwargs and not any(map(_is_pending, args)):
+        return run
+    name = f"aten::{func.__name__}"
+
+    def call(*given: Any, **named: Any) -> Any:
+        """The call, once what is pending is finished; NotImplemented: finished forms are not kept here."""
+        if any(_is_pending(x) and finished_forms.form_of(name, x) is None for x in given):
+            return NotImplemented
+        return run(*node.in_order(given, named))
+
+    return call
+
+
+def on_forms(args: Args) -> Args | None:
+    """The arguments, of pending ones the finished forms; None: of one there is none."""
+    if not any(map(_is_pending, args)):
+        return args
+    forms = [finished_forms.known(x) if _is_pending(x) else x for x in args]
+    if any(form is None and x is not None for x, form in zip(args, forms, strict=True)):
+        return None
+    return tuple(forms)
+
+
+def _is_pending(x: object) -> bool:
+    return isinstance(x, DTensor) and x._spec.pending
 
 
 class Linear(torch.autograd.Function):
@@ -104,8 +137,6 @@ def _of_bias(grad: torch.Tensor, _: None) -> torch.Tensor:
 
 # By the place of the operand.
 _GRADIENTS: tuple[Callable[..., torch.Tensor], ...] = _of_input, _of_weight, _of_bias
-# Functions of our own that may be whole, as torch's are.
-WHOLE = frozenset(_GRADIENTS)
 
 
 def _fits_linear(x: Any, weight: Any, bias: Any = None) -> bool:
@@ -121,4 +152,82 @@ def _is_simple(x: DTensor) -> bool:
     return as_it_is and x.dtype.is_floating_point and x.is_contiguous()
 
 
-NODES: dict[Any, Node] = {nn_functions.linear: Node(Linear, _fits_linear)}
+class RmsNorm(torch.autograd.Function):
+    """`F.rms_norm` on local tensors, of a pending input on that of its finished form.
+
+    Backward: the form again, and the gradient as it comes: in a pending one the norm's are linear.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, spec: Spec, x: DTensor, shape: Sequence[int], weight: DTensor | None, eps: float | None
+    ) -> DTensor:
+        """Save the operands; what is computed of them is small beside them, and made again."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.dims = eps, tuple(range(-len(shape), 0))
+        local = None if weight is None else weight._local_tensor
+        return wrap(torch.rms_norm(_form(x)._local_tensor, shape, local, eps), spec)
+
+    @staticmethod
+    @one_by_one
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the input and the weight that the running backward wants."""
+        x, weight = ctx.saved_tensors
+        wanted = [grad is not None and ctx.needs_input_grad[i] and will_run(ctx, i // 2) for i in (1, 3)]
+        if not any(wanted):
+            return (None,) * 5
+        x = x if torch.is_grad_enabled() else _form(x)  # the form is no function of it, to autograd
+        scale = _run(_scale, x, ctx.dims, torch.finfo(x.dtype).eps if ctx.eps is None else ctx.eps)
+        of_x = _run(_of_scaled, grad, x, scale, weight, ctx.dims) if wanted[0] else None
+        of_weight = _run(_of_its_weight, grad, x, scale, len(ctx.dims)) if wanted[1] else None
+        return None, of_x, None, of_weight, None
+
+
+def _form(x: DTensor) -> DTensor:
+    form = finished_forms.known(x) if x._spec.pending else None
+    return x if form is None else form
+
+
+def _run(func: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    found: torch.Tensor = DTensor.__torch_function__(func, (DTensor,), args)
+    return found
+
+
+def _scale(x: torch.Tensor, dims: tuple[int, ...], eps: float) -> torch.Tensor:
+    return (x.pow(2).mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _of_scaled(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+    dims: tuple[int, ...],
+) -> torch.Tensor:
+    grad, normed = grad if weight is None else grad * weight, x * scale
+    return (grad - normed * (grad * normed).mean(dims, keepdim=True)) * scale
+
+
+def _of_its_weight(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, dims: int) -> torch.Tensor:
+    return (grad * (x * scale)).sum(tuple(range(grad.dim() - dims)))
+
+
+# Functions of our own that may be whole, as torch's are.
+WHOLE = frozenset((*_GRADIENTS, _scale, _of_scaled, _of_its_weight))
+
+
+def _fits_rms_norm(x: Any, shape: Any, weight: Any, eps: Any) -> bool:
+    """Rows that are whole on each rank, finished or finished before they are read."""
+    single = x.dtype in {torch.float32, torch.float64}  # others are computed in a wider one
+    weighs = weight is None or (type(weight) is DTensor and _is_simple(weight) and weight.dtype == x.dtype)
+    lies = type(x) is DTensor and x._spec.use is None and x.is_contiguous() and x.dim() > len(shape)
+    return single and weighs and lies and isinstance(eps, float | None)
+
+
+NODES: dict[Any, Node] = {
+    nn_functions.linear: Node(Linear, _fits_linear, ("input", "weight", "bias")),
+    torch.nn.functional.rms_norm: Node(
+        RmsNorm, _fits_rms_norm, ("input", "normalized_shape", "weight", "eps")
+    ),
+}

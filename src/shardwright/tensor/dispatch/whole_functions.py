@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from shardwright.compat import tree_leaves
+from shardwright.errors import ImplicitRedistributionError
 from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs
@@ -38,6 +39,7 @@ from shardwright.tensor.dispatch.bindings import Heard, Listening
 from shardwright.tensor.dispatch.same_local_calls import does_the_same, place_of
 from shardwright.tensor.dispatch.ways.list_arguments import Taken
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.explicit_mode import explicit
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.host_reads import READING
 
@@ -59,6 +61,7 @@ _MANY, _FEW, _TOO_MANY = 16384, 16, 64
 OF_LISTS = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_")))
 _IN_C = BuiltinFunctionType | MethodDescriptorType | MethodWrapperType | WrapperDescriptorType
 _HOMES = frozenset({"torch.functional", "torch.nn.functional"})
+_DETACH = torch.ops.aten.detach.default
 _REFLECTED = frozenset(
     getattr(torch.Tensor, f"__r{name}__") for name in ("sub", "div", "truediv", "floordiv", "pow", "mod")
 )
@@ -97,7 +100,7 @@ def first(way: Callable[..., Any], func: Any, types: Any, args: Args, kwargs: di
         if on_lists:
             _learn_list(func, args, kwargs or {}, key, numbers, listening.asked, out)
         elif one_node.is_wanted(func, args):
-            _learn_node(func, args, key, listening, out)
+            _learn_node(way, (func, types, args, kwargs or {}), key, listening.asked, out)
         elif listening.too_many:
             _keep_call(key, False)
         else:
@@ -171,10 +174,32 @@ def _learn(func: Any, args: Args, kwargs: Kwargs, key: _Key, heard: list[Heard],
     _keep_call(key, found or False, holds_for_all=hands_on)
 
 
-def _learn_node(func: Any, args: Args, key: _Key, listening: Listening, out: Any) -> None:
-    found = None if listening.too_many else _found(func, args, {}, listening.asked, out)
-    spec = None if found is None else found.results[0]
-    _keep(one_node.calls, key, False if spec is None else one_node.node_of(func, args, spec))
+def _learn_node(
+    way: Callable[..., Any], given: tuple[Any, ...], key: _Key, heard: list[Heard], out: Any
+) -> None:
+    """Keep what runs such calls as one node.
+
+    Args: given: function, types, arguments of the call that gave `out`, and ran what was heard; nothing, if
+        that was too much.
+    """
+    func, types, args, kwargs = given
+    forms, again = one_node.on_forms(args), out
+    if forms is not args:  # what is finished first was heard: not what runs where that is known
+        heard, again = _heard_on(way, (func, types, forms, kwargs)) if forms is not None else ([], None)
+    of_results = [each for each in heard if each.op is not _DETACH]  # by which a graph keeps results
+    found = _found(func, forms, kwargs, of_results, again) if forms is not None and of_results else None
+    spec = found.results[0] if found is not None and again._spec.layout == out._spec.layout else None
+    _keep(one_node.calls, key, False if spec is None else one_node.node_of(func, args, kwargs, spec))
+
+
+def _heard_on(way: Callable[..., Any], given: tuple[Any, ...]) -> tuple[list[Heard], Any]:
+    """What a call runs without gradients, and gives; nothing where it would send."""
+    try:
+        with torch.no_grad(), explicit(), Listening() as listening:
+            out = way(torch.Tensor, *given)
+    except ImplicitRedistributionError:
+        return [], None
+    return listening.asked, out
 
 
 def _hands_numbers_on(func: Any, key: _Key, heard: Heard) -> bool:

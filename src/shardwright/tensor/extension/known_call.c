@@ -19,7 +19,7 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 14 };
+enum { VERSION = 15 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
 enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 32 };
@@ -1213,7 +1213,8 @@ static enum Found are_locals_plain(Door *below, Call *call, int records) {
 }
 
 /* A call that records a gradient, as one node of its graph. UNKNOWN with `missing`: nothing is known of it. */
-static enum Found find_node(Door *door, Call *call, PyObject *given, int *missing, PyObject **result) {
+static enum Found find_node(
+    Door *door, Call *call, PyObject *given, PyObject *named, int *missing, PyObject **result) {
     enum Found found = are_locals_plain(door_of(door->held[BELOW_IT]), call, 1);
     int quiet = found == FOUND ? is_quiet(door) : 1;
     quiet = found == FOUND && quiet > 0 ? is_off(door->held[PACKING]) : quiet;
@@ -1228,8 +1229,12 @@ static enum Found find_node(Door *door, Call *call, PyObject *given, int *missin
         Py_XDECREF(runs);
         return PyErr_Occurred() ? FAILED : UNKNOWN;
     }
-    *result = PyObject_Call(runs, given, NULL);
+    *result = PyObject_Call(runs, given, named == Py_None ? NULL : named);
     Py_DECREF(runs);
+    if (*result == Py_NotImplemented) { /* it asks for more than layouts */
+        Py_CLEAR(*result);
+        return UNKNOWN;
+    }
     return *result == NULL ? FAILED : FOUND;
 }
 
@@ -1296,7 +1301,7 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
     Call call;
     (void)n;
     int wants = wants_gradient(door, below, args, &records, &asked);
-    if (wants > 0 && (kwargs == Py_None || !PyDict_GET_SIZE(kwargs))) {
+    if (wants > 0) {
         int as_node = PyDict_Contains(door->held[NODES], func);
         wants = as_node < 0 ? -1 : as_node ? 2 : 1;
     }
@@ -1313,7 +1318,7 @@ static PyObject *whole_inside(PyObject *self, PyObject *const *given, Py_ssize_t
         local_kwargs = collect_kwargs(below, &call, kwargs, &found);
     }
     if (found == FOUND && wants) {
-        found = find_node(door, &call, args, &missing, &result);
+        found = find_node(door, &call, args, kwargs, &missing, &result);
     } else if (found == FOUND && call.operand.size) {
         found = find_whole(door, &call, args, local_args, local_kwargs, records, asked, &missing, &result);
     } else if (found == FOUND) {
