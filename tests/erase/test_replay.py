@@ -129,6 +129,24 @@ def test_steps_leave_the_parameters_of_one_device(ranks, name, case):
     ranks(world, _steps, name, placing)
 
 
+def _one_row():
+    """A rank that holds nothing of a weight runs no kernel with the number that its optimizer computes."""
+    torch.manual_seed(0)
+    mesh, plain = rank_mesh((2,), ("tp",)), nn.Linear(4, 1)
+    model = sw.distribute_module(copy.deepcopy(plain), mesh, {"weight": {"tp": sw.Shard(0)}})
+    one = make_step(plain, OPTIMIZERS["adamw"](plain.parameters()), None)
+    fast = sw.erase(make_step(model, OPTIMIZERS["adamw"](model.parameters()), None))
+    for x in batches(5, (3, 4)):
+        assert_equal(fast(sw.distribute_tensor(x, mesh, {"tp": sw.Replicate()})), one(x))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_equal(p, q)
+    assert fast.report().replays == 3, str(fast.report())
+
+
+def test_a_rank_that_holds_nothing_replays(ranks):
+    ranks(2, _one_row)
+
+
 def _clipped(inside):
     """Ranks tell each other which gradients they have, in a block too; a replay compares that."""
     mesh = rank_mesh((2,), ("tp",))

@@ -204,8 +204,9 @@ class Recording(TorchDispatchMode):
         assert self._followed is not None  # noqa: S101 - the caller asked
         outer, given, named = self._followed
         if outer is not func or len(given) != len(args):
-            self.refuse(str(outer), "a number that is followed into it is used by another operator")
-            return args, kwargs
+            if func._schema.name == DATA or any(isinstance(value, float) for value in flat(args, kwargs)):
+                self.refuse(str(outer), "a number that is followed into it is used by another operator")
+            return args, kwargs  # what stands for it where a rank holds nothing takes none
         placed = tuple(_placed(a, g) for a, g in zip(args, given, strict=True))
         return placed, {name: _placed(value, named.get(name)) for name, value in kwargs.items()}
 
