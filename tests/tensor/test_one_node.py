@@ -171,6 +171,48 @@ def test_a_norm_of_a_pending_value_reads_its_finished_form_where_that_is_kept(ra
         assert finished == 1
 
 
+def _of_rows_that_are_cut():
+    """What learning runs once more it does not send once more."""
+    mesh, draw = (
+        sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+        torch.Generator().manual_seed(0),
+    )
+    forget()
+    x = sw.distribute_tensor(torch.randn(4, 6, generator=draw), mesh, [R(), S(1)]).requires_grad_()
+    sent = []
+    for _ in range(4):
+        with sw.spmd(mesh), sw.trace() as trace:
+            nn.functional.rms_norm(x.redistribute(placements=[P(), S(1)]), (6,))
+        sent.append(len(trace.collectives))
+    return sent
+
+
+def test_to_learn_a_call_sends_nothing(ranks):
+    for sent in ranks(4, _of_rows_that_are_cut):
+        assert sent[0] > 0
+        assert sent[0] == sent[1] == sent[2] == sent[3]
+
+
+def _called_by_names():
+    mesh, draw = _mesh(), torch.Generator().manual_seed(0)
+    forget()
+    full = [torch.randn(size, generator=draw).requires_grad_() for size in ((2, 4, 6), (6, 6), (6,))]
+    x, weight, bias = _placed(full, mesh, (R(), S(0), S(0)))
+    for _ in range(3):
+        y = F.linear(x, bias=bias, weight=weight)
+    torch.testing.assert_close(y.full_tensor(), F.linear(*full))
+    rows = x.detach().bfloat16().requires_grad_()
+    for _ in range(3):
+        normed = nn.functional.rms_norm(rows, (6,))
+    return y.grad_fn.name(), normed.grad_fn.name()
+
+
+def test_calls_by_names_in_any_order_and_norms_in_a_wider_type(ranks):
+    for linear, norm in ranks(2, _called_by_names):
+        assert linear == "LinearBackward"
+        assert norm != "RmsNormBackward"
+
+
 def _known(shape=(4, 2, 6), **wanted):
     """Operands of a layer that is known as one node."""
     mesh = _mesh()
