@@ -38,10 +38,9 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, _pytree
 from torch.utils._mode_utils import no_dispatch as no_dispatch
 from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -118,6 +117,27 @@ def view_again(view: Any, base: Any) -> Any:
     """The view of another base that `view` is of its own: each view that led to it, once more."""
     with view_tracking(True):
         return view._view_func_unsafe(base)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """As torch's, in a fraction of the time where containers are Python's own and leaves plain."""
+    found: list[Any] = []
+    todo = [tree]
+    while todo:
+        each = todo.pop()
+        kind = type(each)
+        if kind in _LEAVES or issubclass(kind, torch.Tensor):
+            found.append(each)
+        elif kind is tuple or kind is list:
+            todo += reversed(each)
+        elif kind is dict:
+            todo += reversed(each.values())
+        else:
+            found += _pytree.tree_leaves(each)
+    return found
+
+
+_LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 def will_run(node: Any, place: int) -> bool:
