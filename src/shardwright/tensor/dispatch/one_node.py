@@ -1,10 +1,10 @@
 """Functions of several ops that are one node of the graph of gradients, where all that they do is local.
 
-`F.linear` of three dims is four ops, and seven more backward. Each is a way through torch's dispatcher to
-our class and back: a few microseconds where caches are warm, several times that behind a product that has
-filled them, which is where models call it. As one node it is one local call forward. Backward each gradient
-is a function of tensors, known as a whole or run op by op, with the moves and layouts of its ops: what a node
-decides is how many ways there are, never a layout.
+`F.linear` of three dims is four ops, and seven more backward, `F.rms_norm` six and twelve. Each is a way
+through torch's dispatcher to our class and back: a few microseconds where caches are warm, several times that
+behind a product that has filled them, which is where models call it. As one node it is one local call
+forward. Backward each gradient is a function of tensors, known as a whole or run op by op, with the moves and
+layouts of its ops: what a node decides is how many ways there are, never a layout.
 
 `whole_functions` learns which calls are such: those whose ops are, where no gradient is asked for, the
 function on the local tensors. Elsewhere the graph is torch's own, and where somebody looks at the ops or at
@@ -85,10 +85,9 @@ def on_forms(args: Args) -> Args | None:
     """The arguments, of pending ones the finished forms; None: of one there is none."""
     if not any(map(_is_pending, args)):
         return args
-    forms = [finished_forms.known(x) if _is_pending(x) else x for x in args]
-    if any(form is None and x is not None for x, form in zip(args, forms, strict=True)):
-        return None
-    return tuple(forms)
+    forms = {id(x): finished_forms.known(x) for x in args if _is_pending(x)}
+    unknown = any(form is None for form in forms.values())
+    return None if unknown else tuple(forms.get(id(x), x) for x in args)
 
 
 def _is_pending(x: object) -> bool:
@@ -116,8 +115,7 @@ class Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for place in ctx.order if grad is not None else ():
             if ctx.needs_input_grad[1 + place] and will_run(ctx, place):
-                given = (grad, (weight, x, None)[place])
-                found[place] = DTensor.__torch_function__(_GRADIENTS[place], (DTensor,), given)
+                found[place] = _run(_GRADIENTS[place], grad, (weight, x, None)[place])
         return None, *found
 
 
