@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.erased import attempt, entry, given, holds, surroundings
+from shardwright.erased import entry, finished, given, holds, surroundings
 from shardwright.testing.meshes import rank_mesh
 
 from .programs import assert_equal, full, placed
@@ -431,7 +431,7 @@ def _patched(owner, name, value):
 def _without_overlap():
     with (
         mock.patch.object(entry, "overlap", return_value=()),
-        mock.patch.object(attempt, "overlap", return_value=()),
+        mock.patch.object(finished, "overlap", return_value=()),
     ):
         yield
 
@@ -454,7 +454,7 @@ CASES = {
     structure: _patched(given, "tree_flatten", lambda x: (sw.compat.tree_leaves(x)[:2], None)),
     shared_memory: _patched(given, "_sharing", lambda _: ()),
     shared_with_the_program: _without_overlap,
-    places_of_memory: _patched(attempt, "_names_places", lambda *_: False),
+    places_of_memory: _patched(finished, "_names_places", lambda *_: False),
     grad_mode: lambda: _without_flag("grad mode"),
     autocast: lambda: _without_flag("autocast"),
     default_dtype: lambda: _without_flag("default dtype"),

@@ -13,8 +13,9 @@ from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients, view_again
 from shardwright.erased import given, holds, surroundings
 from shardwright.erased.containers import CHANGED, nodes_of, taken_apart, with_leaves
-from shardwright.erased.effects import Before, Effects, gradients_after, written_of
-from shardwright.erased.entry import Backward, Entry, Leaf, View, overlap
+from shardwright.erased.effects import Before, gradients_after, written_of
+from shardwright.erased.entry import Entry, Leaf, View
+from shardwright.erased.finished import Finished
 from shardwright.erased.gradients import (
     Cut,
     Gradients,
@@ -26,10 +27,9 @@ from shardwright.erased.gradients import (
     own_backward,
     with_edge,
 )
-from shardwright.erased.program import Program, program_of
-from shardwright.erased.rates import Rate, followed_facts, may_name
+from shardwright.erased.rates import Rate, may_name
 from shardwright.erased.record import Recording
-from shardwright.erased.refuse import Refusal
+from shardwright.erased.refuse import NOT_REPEATED, Refusal
 from shardwright.erased.results import Result, hollow
 from shardwright.erased.sources import Given, Gradient, Held, Tangent
 from shardwright.erased.walk import HOOKS, SCALARS, World, local_of
@@ -87,7 +87,7 @@ class Attempt:
         with DisableTorchFunctionSubclass():
             changed = [CHANGED] if self.cut.containers.changed() else []
             if self.recording.gave_up or changed:
-                self.refused([*self._refusals(), *changed])
+                self.refused([*self.refusals(), *changed])
                 self.cut.pass_on()
                 return with_edge(out, self.cut)
             return self._after(out)
@@ -128,10 +128,12 @@ class Attempt:
         flat, structure = ([out], None) if isinstance(out, torch.Tensor) else taken_apart(out)
         gradients, refusals = gradients_after(self.before, self.tape)
         written, of_written = written_of(self.before)
-        refusals = [*self._refusals(), *refusals, *of_written]
+        refusals = [*self.refusals(), *refusals, *of_written]
         if self.cut.pass_on():
             refusals.append(Refusal("an argument", "a backward inside goes on into its graph"))
-        refusals += [Refusal(text, _CHANGES) for text in [*self._left(), *holds.changed(self.world.facts)]]
+        refusals += [
+            Refusal(text, NOT_REPEATED) for text in [*self._left(), *holds.changed(self.world.facts)]
+        ]
         stepped = self.watch.ran_backward and any(was.brought() for was in self.before)
         hanging = [
             i for i, x in enumerate(flat) if has_graph(x) and not any(x is leaf for leaf in self.leaves)
@@ -143,13 +145,13 @@ class Attempt:
         views, of_views = self._views(made)
         refusals += [*of_results, *of_views, *self._of_containers(out)]
         if not refusals:
-            self.finish = _Finish(self, gradients, written, leaves, made, views, structure)
+            self.finished = Finished(self, gradients, written, leaves, made, views, structure)
         if hanging or self.cut.written():
             return self._hang(out, flat, hanging, refusals)
         if refusals:
             self.refused(refusals)
         else:
-            self.finish.plain()
+            self.finished.plain()
         return self._given_back(out, flat)
 
     def _left(self) -> list[str]:
@@ -166,7 +168,8 @@ class Attempt:
     def _given_back(self, out: Any, flat: list[Any]) -> Any:
         return with_leaves(out, [self.cut.original(x) for x in flat])
 
-    def _refusals(self) -> list[Refusal]:
+    def refusals(self) -> list[Refusal]:
+        """What stands in the way of a recording, as far as it is known now."""
         if may_name(self.rates, self.world.named):
             return [Refusal("a number of an optimizer", "the program may read it beside the step")]
         asked = [*self.world.asked_of_schedulers(), *self.world.newly_remembered()]
@@ -273,9 +276,9 @@ class Attempt:
     ) -> Gradients:
         """The call's own backward; the first one is recorded too."""
         batched = any(x is not None and is_batch_of_gradients(x) for x in gradients)
-        if not record or self.finish.done or torch.is_grad_enabled() or batched or profiled():
+        if not record or self.finished.has_backward or torch.is_grad_enabled() or batched or profiled():
             return own_backward(results, inputs, gradients)
-        self.finish.done = True
+        self.finished.has_backward = True
         self.recording.asks = False
         first = len(self.tape.lines)
         gradients = [None if x is None else _dense(x) for x in gradients]
@@ -286,12 +289,11 @@ class Attempt:
         with self.recording.events, self.watch, self.recording:
             found = own_backward(results, inputs, gradients)
         with DisableTorchFunctionSubclass():
-            self.finish.with_backward(first, results, inputs, gradients, found)
+            self.finished.with_backward(first, results, inputs, gradients, found)
         return found
 
 
 _IMMUTABLE = (tuple, torch.Tensor, *SCALARS)
-_CHANGES = "the call changes it; a replay would not"
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
@@ -299,157 +301,3 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     local = local_of(gradient)
     spread = any(n > 1 and not step for n, step in zip(local.shape, local.stride(), strict=True))
     return gradient.contiguous() if spread else gradient
-
-
-class _Finish:
-    """Makes the entry, once all is known."""
-
-    def __init__(
-        self,
-        attempt: Attempt,
-        gradients: list[tuple[Any, Result | None]],
-        written: list[torch.Tensor],
-        leaves: list[Leaf],
-        made: list[torch.Tensor],
-        views: list[View],
-        structure: Any,
-    ) -> None:
-        self.attempt, self.leaves, self.made, self.structure = attempt, leaves, made, structure
-        self.views = views
-        places = {id(x): i for i, x in enumerate(attempt.leaves)}
-        self.effects = Effects(
-            tuple((places.get(id(x), x), result) for x, result in gradients),
-            tuple(x for x in written if id(x) not in places),
-            tuple(places[id(x)] for x in written if id(x) in places),
-        )
-        self.done = False
-        self.results = [Result.of(x, attempt.tape) for x in made]
-        self._told = len(attempt.world.facts)
-        self.facts = followed_facts(attempt.world.facts, attempt.rates)
-        # Looked at now: gradients and versions go on before a backward comes.
-        tensors = [x for _, x in attempt.world.tensors]
-        gradients_before = self._gradients_before()
-        self.guard = holds.guard_of(self.facts, tensors, gradients_before)
-        known = [(places.get(x), kind) for x, kind in gradients_before.items()]
-        self.given_gradients = tuple((place, kind) for place, kind in known if place is not None)
-
-    def _gradients_before(self) -> dict[int, Any]:
-        """What the program can have asked of them; one that cannot may find others in a replay."""
-        attempt = self.attempt
-        if not (attempt.world.sees_gradients or attempt.watch.ran_backward):
-            return {}
-        return {id(was.x): was.gradient_kind for was in attempt.before}
-
-    def plain(self) -> None:
-        """An entry without a backward of its own."""
-        self._entry(self._gives(()), len(self.attempt.tape.lines), None)
-
-    def _gives(self, saved: Sequence[int]) -> list[int]:
-        of_results = [result.value for result in self.results if result is not None]
-        of_gradients = [result.value for _, result in self.effects.gradients if result is not None]
-        return [*of_results, *of_gradients, *saved]
-
-    def with_backward(
-        self,
-        first: int,
-        results: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        gradients: Gradients,
-        found: Gradients,
-    ) -> None:
-        """An entry with the backward that was just recorded."""
-        attempt, tape = self.attempt, self.attempt.tape
-        refusals = [*attempt._refusals(), *self._with_facts_of_the_backward()]
-        of_inputs = [None if x is None else Result.of(x, tape) for x in found]
-        if any(x is not None and r is None for x, r in zip(found, of_inputs, strict=True)):
-            refusals.append(Refusal("a gradient", "it comes from nowhere in the recording"))
-        if refusals:
-            attempt.refused(refusals)
-            return
-        wanted = tuple(None if x is None else Result.of(x, tape) for x in gradients)
-        tangents = [r.value for r in wanted if r is not None]
-        gives = [r.value for r in of_inputs if r is not None]
-        alone = program_of(tape, tape.lines[first:], gives)
-        saved = [number for number in alone.takes if number not in tangents]
-        program = program_of(tape, tape.lines[first:], gives, [*saved, *tangents])
-        places = {id(x): i for i, x in enumerate(attempt.leaves) if isinstance(x, torch.Tensor)}
-        self._entry(
-            self._gives(saved),
-            first,
-            Backward(
-                program,
-                wanted,
-                tuple(local_of(x).stride() for x in gradients if x is not None),
-                tuple(places.get(id(attempt.cut.stands_for(x)), x) for x in inputs),
-                tuple(of_inputs),
-                tuple(next(i for i, y in enumerate(self.made) if y is x) for x in results),
-                len(saved),
-                self._of_others([*saved, *program.holds]),
-                self._of_results([*saved, *program.holds]),
-            ),
-        )
-
-    def _with_facts_of_the_backward(self) -> list[Refusal]:
-        """What only the backward reached is asked of each call too; what it changes there is refused."""
-        facts = self.attempt.world.facts[self._told :]
-        if not facts:
-            return []
-        self._told = len(self.attempt.world.facts)
-        of_forward, of_backward = self.guard, holds.guard_of(facts, (), {})
-        self.facts, self.guard = [*self.facts, *facts], lambda: of_forward() and of_backward()
-        return [Refusal(text, _CHANGES) for text in holds.changed(facts)]
-
-    def _of_others(self, numbers: list[int]) -> tuple[Any, ...]:
-        """What these values lie in that the program around may write before the backward."""
-        attempt = self.attempt
-        memory = {given.storage_of(attempt.tape.values[n].tensor) for n in numbers}
-        leaves = [i for i, x in enumerate(attempt.leaves) if isinstance(x, torch.Tensor)]
-        of_leaves = [i for i in leaves if given.storage_of(attempt.leaves[i]) in memory]
-        return (*of_leaves, *(x for _, x in attempt.world.tensors if given.storage_of(x) in memory))
-
-    def _of_results(self, numbers: list[int]) -> tuple[int, ...]:
-        """The results in whose memory these values lie."""
-        memory = {given.storage_of(self.attempt.tape.values[n].tensor) for n in numbers}
-        return tuple(i for i, x in enumerate(self.made) if given.storage_of(x) in memory)
-
-    def _entry(self, gives: list[int], lines: int, backward: Backward | None) -> None:
-        attempt, tape = self.attempt, self.attempt.tape
-        program = program_of(tape, tape.lines[:lines], gives)
-        tensors = [x for _, x in attempt.world.tensors]
-        storages = frozenset(map(given.storage_of, tensors))
-        truths = attempt.recording.truths
-        asked = {id(line) for _, lines in truths.values() for line in lines}
-        question = program_of(tape, [line for line in tape.lines if id(line) in asked], [*truths])
-        programs = [program, question, *([backward.program] if backward else ())]
-        places = _names_places(programs, attempt.world.named)
-        tape.settle({number for each in programs for number in each.holds})
-        attempt.keep(
-            Entry(
-                facts=self.facts,
-                guard=self.guard,
-                program=program,
-                made=tuple(r for r in self.results if r is not None),
-                leaves=tuple(self.leaves),
-                views=tuple(self.views),
-                objects=given.objects_of(attempt.leaves),
-                structure=self.structure,
-                effects=self.effects,
-                question=question,
-                answers=tuple(value for value, _ in truths.values()),
-                given_offsets=given.offsets(attempt.leaves) if places else None,
-                held_storages=storages,
-                given_held=overlap(attempt.leaves, storages),
-                given_gradients=self.given_gradients,
-                autocast=attempt.autocast,
-                backward=backward,
-                where=attempt.where,
-                optimizers=tuple(attempt.world.optimizers),
-                named=frozenset(attempt.world.named),
-            )
-        )
-
-
-def _names_places(programs: Sequence[Program], named: set[str]) -> bool:
-    """Does a line name a place of memory by its number, or may the program ask for it?"""
-    lines = (line for program in programs for line in program.lines)
-    return "storage_offset" in named or any("as_strided" in line.name for line in lines)

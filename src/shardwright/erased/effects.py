@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from shardwright.compat import version_of
 from shardwright.erased.given import found, hung_on, of_tensor, storage_of
 from shardwright.erased.holds import gradient_of, may_have_gradient
-from shardwright.erased.refuse import Refusal
+from shardwright.erased.refuse import NOT_REPEATED, Refusal
 from shardwright.erased.results import Result, made_again
 from shardwright.erased.tape import Tape
 
@@ -95,7 +95,7 @@ def written_of(before: list[Before]) -> tuple[list[torch.Tensor], list[Refusal]]
         if version_of(was.x) != was.version:
             written.append(was.x)
         if was.x.requires_grad is not was.wants_gradient:
-            refusals.append(Refusal(f"{was.path}.requires_grad", "the call changes it; a replay would not"))
+            refusals.append(Refusal(f"{was.path}.requires_grad", NOT_REPEATED))
         elif was.x.grad_fn is not was.node:
             refusals.append(Refusal(was.path, "a write in place under a gradient gave it another graph"))
         elif _lies(was.x) != was.lies:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NOT_REPEATED = "the call changes it; a replay would not"
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
