@@ -20,6 +20,7 @@ from tests.compositions.cases import Case
 from tests.compositions.models import MODELS
 from tests.compositions.place import Place, calls, place
 from tests.compositions.reference import LIMIT, RATE, StepFacts, batches, built
+from tests.cycles import tensors_in_cycles
 
 # Of the largest element of each tensor. A half type rounds every partial sum, in another order on each mesh,
 # so two of its gradients are apart as far as rounding moves either: as it moved one device's, measured.
@@ -42,7 +43,12 @@ def check(case: Case, expected: tuple[StepFacts, ...], fault: Fault | None = Non
     model = place(built(case.model, case.variant), case.model, at)
     run = _Run(case, at, model, fault)
     # A rank that sees a difference goes on: its peers, who may see none, wait for it in every collective.
-    found = [run.step(step, facts) for step, facts in enumerate(expected)]
+    *steps, (last, facts) = enumerate(expected)
+    found = [run.step(*each) for each in steps]
+    with tensors_in_cycles() as left:
+        found.append(run.step(last, facts))
+    if left and steps:  # a first step learns
+        found.append([f"step {last}: {len(left)} tensors wait for the collector: {left[:3]}"])
     return next((texts for texts in found if texts), [])
 
 

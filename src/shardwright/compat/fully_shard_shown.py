@@ -115,18 +115,15 @@ class _Shown:
 
     def _with_memory_of_its_own(self, out: Any) -> Any:
         """A parameter that a forward returns, or a view of one, as a copy: its memory is given back."""
-        gathered, found = {state[0] for state in self._whole()}, []
+        gathered = {state[0] for state in self._whole()}
 
-        def copied(x: torch.Tensor) -> torch.Tensor:  # where it has memory that can be seen
-            if x.layout is not torch.strided or is_functorch_wrapped_tensor(x):
-                return x
-            if _state_of(x)[0] not in gathered:
-                return x
-            found.append(x)
-            return x.clone()
+        def is_gathered(x: torch.Tensor) -> bool:  # where it has memory that can be seen
+            strided = x.layout is torch.strided and not is_functorch_wrapped_tensor(x)
+            return strided and _state_of(x)[0] in gathered
 
-        given = _apply_to_tensors(copied, out)
-        return given if found else out
+        if not any(map(is_gathered, tensors_of(out))):
+            return out
+        return _apply_to_tensors(lambda x: x.clone() if is_gathered(x) else x, out)
 
     def _refuse_hidden_results(self, out: Any) -> None:
         """Where torch finds no result with a graph, the backward never gathers, and no gradient is kept."""

@@ -106,11 +106,20 @@ def _number(node: Any) -> int:
 def tensors_of(out: Any) -> list[torch.Tensor]:
     """The tensors that torch finds in what a unit's forward returns: in dataclasses too."""
     found: list[torch.Tensor] = []
+    for each in tree_leaves(out):
+        found += [each] if isinstance(each, torch.Tensor) else _found_by_torch(each)
+    return found
+
+
+def _found_by_torch(leaf: object) -> list[torch.Tensor]:
+    """torch's function is a cycle of references that knows its `keep`: nothing may stay there."""
+    kept: list[torch.Tensor] = []
 
     def keep(x: torch.Tensor) -> torch.Tensor:
-        found.append(x)
+        kept.append(x)
         return x
 
-    for each in tree_leaves(out):
-        _apply_to_tensors(keep, each)
+    _apply_to_tensors(keep, leaf)
+    found = list(kept)
+    kept.clear()
     return found
