@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from shardwright.grads import GradientSynchronizer, clip_grad_norm_, global_mean
 from shardwright.moe import MoELayer
 from shardwright.parallel import parallelize
 from tests.compositions.tables import CONTEXT, EXPERT, TENSOR, Variant, degrees_of, table_of
+from tests.cycles import tensors_in_cycles
 
 DIM, HEADS, VOCAB, LENGTH, IGNORED = 16, 4, 31, 9, -100
 STEPS, LIMIT, BOUND, LOSS_BOUND = 5, 0.5, 1e-4, 1e-5
@@ -101,32 +102,35 @@ def train(strategies: tuple[str, ...], variant: Variant, planted: str = "") -> l
     data = at.mesh_for(BATCH_DOMAIN)["dp"]
     in_spmd = TENSOR in strategies and CONTEXT not in strategies
     found: list[str] = []
-    for step in range(STEPS):
-        for number in range(step * variant.backwards, (step + 1) * variant.backwards):
-            tokens, labels = _batch(number, data.size())
-            count = sum(int((part != IGNORED).sum()) for part in labels)
-            expected = one(torch.cat(tokens), torch.cat(labels)) / count
-            expected.backward()
-            mine, own = tokens[data.get_local_rank()], labels[data.get_local_rank()]
-            with sw.spmd(at.mesh_for(REGULAR_DOMAIN)["tp"]) if in_spmd else nullcontext():
-                loss = global_mean(model(mine, own), int((own != IGNORED).sum()), data)
-                loss.backward()
-            if not abs(loss.item() - expected.item()) <= LOSS_BOUND * abs(expected.item()):
-                found.append(f"step {step}: loss {loss.item():.7g}, one device {expected.item():.7g}")
-        if planted == "twice" and at.rank == 0:
-            model.blocks[0].up.weight.grad._local_tensor.mul_(2)
-        if planted != "unsummed":
-            synchronizer.synchronize()
-        found += _differences(f"step {step}, gradient", _gradients(model), _gradients(one))
-        norms = (
-            float(clip_grad_norm_(model.parameters(), LIMIT)),
-            float(nn.utils.clip_grad_norm_(one.parameters(), LIMIT)),
-        )
-        if not abs(norms[0] - norms[1]) <= BOUND * norms[1]:
-            found.append(f"step {step}: norm {norms[0]:.7g}, one device {norms[1]:.7g}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    with ExitStack() as last:
+        for step in range(STEPS):
+            left = last.enter_context(tensors_in_cycles()) if step == STEPS - 1 else []
+            for number in range(step * variant.backwards, (step + 1) * variant.backwards):
+                tokens, labels = _batch(number, data.size())
+                count = sum(int((part != IGNORED).sum()) for part in labels)
+                expected = one(torch.cat(tokens), torch.cat(labels)) / count
+                expected.backward()
+                mine, own = tokens[data.get_local_rank()], labels[data.get_local_rank()]
+                with sw.spmd(at.mesh_for(REGULAR_DOMAIN)["tp"]) if in_spmd else nullcontext():
+                    loss = global_mean(model(mine, own), int((own != IGNORED).sum()), data)
+                    loss.backward()
+                if not abs(loss.item() - expected.item()) <= LOSS_BOUND * abs(expected.item()):
+                    found.append(f"step {step}: loss {loss.item():.7g}, one device {expected.item():.7g}")
+            if planted == "twice" and at.rank == 0:
+                model.blocks[0].up.weight.grad._local_tensor.mul_(2)
+            if planted != "unsummed":
+                synchronizer.synchronize()
+            found += _differences(f"step {step}, gradient", _gradients(model), _gradients(one))
+            norms = (
+                float(clip_grad_norm_(model.parameters(), LIMIT)),
+                float(nn.utils.clip_grad_norm_(one.parameters(), LIMIT)),
+            )
+            if not abs(norms[0] - norms[1]) <= BOUND * norms[1]:
+                found.append(f"step {step}: norm {norms[0]:.7g}, one device {norms[1]:.7g}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found += [f"{len(left)} tensors wait for the collector: {left[:3]}"] if left else []
     values = [{n: p.detach() for n, p in m.named_parameters()} for m in (model, one)]
     return found + _differences("parameter after five steps", *values)
 
