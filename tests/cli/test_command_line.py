@@ -69,10 +69,12 @@ def test_help_comes_in_less_than_a_third_of_a_second_of_work_and_without_torch()
 
 @pytest.mark.processes
 def test_python_dash_m_is_the_command() -> None:
-    found = shell("plan", "f32[8@dp, 16]", "f32[8, 16@dp]", "--mesh", "dp=2,tp=4")
-    assert found.returncode == 0
-    assert "f32[8@dp, 16] -> f32[8, 16@dp]" in found.stdout
-    assert found.stderr == ""
+    """By words that are refused, which imports no torch; tests/docs runs the commands of all pages."""
+    found = shell("train", "--world", "4", "--tp", "3")
+    assert found.returncode == 2
+    assert found.stdout == ""
+    assert found.stderr.startswith("shardwright: ")
+    assert found.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("flag", ISSUE_FLAGS)
