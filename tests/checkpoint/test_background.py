@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -217,39 +221,29 @@ def test_a_failure_that_nobody_waits_for_is_told_at_the_end(tmp_path: Path) -> N
     assert "nobody waited for it: the disk is full" in told.stderr
 
 
-_DIES = """
-import datetime, os, signal, sys, time
-import torch.distributed as dist
-from shardwright.checkpoint import async_save
-rank, store, path = int(sys.argv[1]), *sys.argv[2:]
-limit = datetime.timedelta(seconds=2)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-if rank == 1:
-    dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-began = time.time()
-try:
-    async_save(path, extra=1)
-except RuntimeError as error:
-    print(time.time() - began, flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.processes
-def test_a_rank_that_dies_before_the_group_of_saves_is_made_is_not_waited_for(tmp_path: Path) -> None:
-    """The group was made with a limit of its own, of half an hour."""
-    arguments = [str(tmp_path / "store"), str(tmp_path / "c")]
-    programs = [
-        subprocess.Popen([sys.executable, "-c", _DIES, str(rank), *arguments], stdout=subprocess.PIPE)
-        for rank in range(2)
-    ]
+def waited_for_the_dead(path: Path) -> float:
+    """A fork of this rank is the other one, and dies where the group is made; how long this one waits."""
+    dist.destroy_process_group()
+    rank = int(os.fork() == 0)
+    limit = timedelta(seconds=2)
+    dist.init_process_group("gloo", f"file://{path}.store", rank=rank, world_size=2, timeout=limit)
+    if rank == 1:
+        dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
     try:
-        told, _ = programs[0].communicate(timeout=60)
+        with pytest.raises(RuntimeError):
+            async_save(path, extra=1)
     finally:
-        for one in programs:
-            one.kill()
-            one.communicate()
-    assert float(told) < 20
+        if rank == 1:
+            os._exit(1)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_dies_before_the_group_of_saves_is_made_is_not_waited_for(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The group was made with a limit of its own, of half an hour."""
+    assert ranks(1, waited_for_the_dead, tmp_path / "c", fresh=True)[0] < 20
 
 
 def test_two_threads_that_save_at_once_have_memory_of_their_own(
