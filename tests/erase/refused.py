@@ -35,7 +35,7 @@ def reads(x):
 
 
 def decides(x):
-    if x.sum() > 0:
+    if x.sum().item() > 0:
         return x * 2
     return x
 

@@ -23,7 +23,7 @@ def written_in_a_loop(x):
     out = torch.zeros(2, 3)
     for row in range(2):
         out[row] = x[row]
-    return x * 2 if out.max() > 4 else x
+    return x * 2 if out.max().item() > 4 else x
 
 
 def a_view_of_before(x):
@@ -186,7 +186,7 @@ def test_a_truth_of_what_a_call_made_is_read_at_each_call(make):
         wanted = program(x)
         torch.manual_seed(turn)
         assert torch.equal(fast(x), wanted)
-    assert fast.report().recordings == 0, str(fast.report())
+    assert fast.report().recordings > 0, str(fast.report())
 
 
 SCALE = torch.ones(())

@@ -27,6 +27,7 @@ from shardwright.erased.gradients import (
     own_backward,
     with_edge,
 )
+from shardwright.erased.otherwise import Undo
 from shardwright.erased.rates import Rate, may_name
 from shardwright.erased.record import Recording
 from shardwright.erased.refuse import NOT_REPEATED, Refusal
@@ -143,7 +144,7 @@ class Attempt:
             hanging = []
         leaves, made, of_results = self._results(flat)
         views, of_views = self._views(made)
-        refusals += [*of_results, *of_views, *self._of_containers(out)]
+        refusals += [*of_results, *of_views, *self._of_containers(out), *self._of_decisions()]
         if not refusals:
             self.finished = Finished(self, gradients, written, leaves, made, views, structure)
         if hanging or self.cut.written():
@@ -157,6 +158,12 @@ class Attempt:
     def _left(self) -> list[str]:
         """What stands around the call, and was changed by it."""
         return [name for name, now in surroundings.standing().items() if now != self.standing[name]]
+
+    def _of_decisions(self) -> list[Refusal]:
+        """Refusals of a truth that the call reads behind a write that no replay could put back."""
+        if not self.recording.decides or Undo.of(self.tape, self.tape.lines, (), ()):
+            return []
+        return [Refusal("item()", "the host decides by a value, behind a write that cannot be put back")]
 
     def _of_containers(self, out: Any) -> list[Refusal]:
         """Refusals of a list that comes back as the very one that the program, or the caller, has."""

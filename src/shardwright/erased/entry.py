@@ -86,6 +86,7 @@ class Entry:
 
     views: the results of these numbers are like these tensors without data, of what is another leaf.
     question, answers: what it decides by, of what is there before it runs, and what it said.
+    surprises: how many replays went otherwise, less those that did not.
     """
 
     facts: Sequence[Fact]
@@ -98,7 +99,7 @@ class Entry:
     structure: Any
     effects: Effects
     question: Program
-    answers: tuple[bool, ...]
+    answers: tuple[bool | float, ...]
     given_offsets: tuple[int, ...] | None
     held_storages: frozenset[int]
     given_held: tuple[Any, ...]
@@ -109,6 +110,7 @@ class Entry:
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     named: frozenset[str] = frozenset()
     readers: tuple[Any, ...] = field(default=())
+    surprises: int = 0
 
     def __post_init__(self) -> None:
         self.readers = tuple(_reader(self.program, number) for number in self.program.takes)
@@ -123,24 +125,33 @@ class Entry:
             return False
         return not self.answers or self._asked(leaves) == self.answers
 
-    def _asked(self, leaves: list[Any]) -> tuple[bool, ...]:
+    def _asked(self, leaves: list[Any]) -> tuple[bool | float, ...]:
         """What the host would read now; nothing where an operator raises, as the call does then by itself."""
         try:
             with self._plainly():
                 found = self.question.run(*[_reader(self.question, n)(leaves) for n in self.question.takes])
-                return tuple(map(bool, found))
+                return tuple([x.item() for x in found])
         except (RuntimeError, IndexError):
             return ()
 
     def replay(self, leaves: list[Any]) -> Any:
-        """The call on plain tensors; torch's functions are not asked about subclasses here."""
-        taken = [read(leaves) for read in self.readers]
-        with self._plainly():
-            values = self.program.run(*taken)
+        """The call on plain tensors; torch's functions are not asked about subclasses here.
+
+        Raises: OtherwiseError: it goes otherwise than when it was recorded.
+        """
+        values = self._run([read(leaves) for read in self.readers])
         carry_out(self.effects, leaves, values[len(self.made) : len(self.made) + self._n_gradients])
         made = self._made(values, leaves)  # behind what the call wrote: its backward watches for later writes
         flat = [leaf.found(leaves, made) for leaf in self.leaves]
         return flat[0] if self.structure is None else tree_unflatten(flat, self.structure)
+
+    def _run(self, taken: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        undo = self.program.undo
+        if undo is None:
+            with self._plainly():
+                return self.program.run(*taken)
+        with undo.around(taken) as answers, self._plainly():
+            return self.program.run(*taken, answers)
 
     @contextmanager
     def _plainly(self) -> Iterator[None]:

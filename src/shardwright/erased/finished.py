@@ -137,7 +137,7 @@ class Finished:
 
     def _entry(self, gives: list[int], lines: int, backward: Backward | None) -> None:
         attempt, tape = self.attempt, self.attempt.tape
-        program = program_of(tape, tape.lines[:lines], gives)
+        program = program_of(tape, tape.lines[:lines], gives, whole=True)
         tensors = [x for _, x in attempt.world.tensors]
         storages = frozenset(map(given.storage_of, tensors))
         truths = attempt.recording.truths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,9 @@ from shardwright.erased.attempt import Attempt
 from shardwright.erased.changed_rates import rates_that_changed
 from shardwright.erased.gradients import Cut, with_edge
 from shardwright.erased.holds import changed
+from shardwright.erased.otherwise import Answered
 from shardwright.erased.report import Report
+from shardwright.erased.tape import Answers, OtherwiseError
 from shardwright.erased.watch import profiled
 from shardwright.errors import EraseError, refuse_no_number, refuse_other_kind
 from shardwright.tensor import finished_forms
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 _MOST = 8
 _TRIES = 3
+_OTHERWISE = "it read other truths than when it was recorded, or ranks told each other something else"
 
 
 class Erased:
@@ -61,11 +65,34 @@ class Erased:
             return _without_forms(self._as_it_is(args, kwargs, why), leaves)
         with DisableTorchFunctionSubclass():
             key = structure, surroundings.flags(), given.signature(leaves)
-            for entry in self._entries.get(key, ()):
-                if entry.holds(leaves):
-                    self._report.replays += 1
-                    return entry.replay(leaves)
-        return _without_forms(self._record(key, leaves, args, kwargs), leaves)
+            entry = next((each for each in self._entries.get(key, ()) if each.holds(leaves)), None)
+            went = None if entry is None else self._replayed(entry, leaves)
+        if entry is None or went is None:
+            return _without_forms(self._record(key, leaves, args, kwargs), leaves)
+        if not isinstance(went, OtherwiseError):
+            return went[0]
+        self._weighed(key, entry)
+        return _without_forms(self._as_it_is(args, kwargs, _OTHERWISE, went.answers or {}), leaves)
+
+    def _replayed(self, entry: Entry, leaves: list[Any]) -> tuple[Any] | OtherwiseError:
+        """What it gives, or why it went another way and was undone."""
+        self._report.replays += 1
+        try:
+            out = entry.replay(leaves)
+        except OtherwiseError as otherwise:
+            self._report.replays -= 1
+            if otherwise.answers is None:
+                raise
+            return otherwise
+        entry.surprises -= 1
+        return (out,)
+
+    def _weighed(self, key: Any, entry: Entry) -> None:
+        """Forget what goes otherwise more often than not; it was an attempt that failed then."""
+        entry.surprises = max(entry.surprises, 0) + 1
+        if entry.surprises > 1:
+            self._entries[key].remove(entry)
+            self._lasting[key] = _OTHERWISE
 
     def __get__(self, owner: Any, _: Any = None) -> Any:
         """A method of the class that has it."""
@@ -81,14 +108,19 @@ class Erased:
 
     # -- as it is -------------------------------------------------------------------------------------
 
-    def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
-        """The function itself; what it sends, now and in its backward, is what a replay would send."""
+    def _as_it_is(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str, answers: Answers | None = None
+    ) -> Any:
+        """The function itself; what it sends, now and in its backward, is what a replay would send.
+
+        Args: answers: of collectives that a replay has sent in its place.
+        """
         self._report.ran_as_it_is(why, source_line())
         if why in surroundings.WITHOUT_EDGE:
             return self._function(*args, **kwargs)
         with DisableTorchFunctionSubclass():
             cut = Cut.of(args, kwargs)
-        with in_groups():
+        with in_groups(), Answered(answers) if answers else nullcontext():
             out = self._function(*cut.args, **cut.kwargs)
         with DisableTorchFunctionSubclass():
             cut.pass_on()

@@ -15,6 +15,7 @@ import torch
 
 from shardwright.compat import tree_map_only
 from shardwright.erased.operands import FUNCTIONAL
+from shardwright.erased.otherwise import Undo
 from shardwright.erased.record import DATA
 from shardwright.erased.sources import Held
 from shardwright.erased.tape import Line, Number, Ref, Tape, refs_of
@@ -31,7 +32,8 @@ class Program:
     takes:   the values that are passed in.
     gives:   the values that come back.
     holds:   the values that are constants of the program: local tensors of parameters and states.
-    run:     the function.
+    undo:    what a run has to keep, where it may go otherwise.
+    run:     the function; with `undo` it takes a dict for answers, too.
     """
 
     tape: Tape
@@ -39,6 +41,7 @@ class Program:
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     holds: tuple[int, ...]
+    undo: Undo | None
     run: Callable[..., tuple[Any, ...]]
 
 
@@ -74,11 +77,18 @@ def _acts(line: Line) -> bool:
 
 
 def program_of(
-    tape: Tape, lines: Sequence[Line], gives: Sequence[int], takes: Sequence[int] | None = None
+    tape: Tape,
+    lines: Sequence[Line],
+    gives: Sequence[int],
+    takes: Sequence[int] | None = None,
+    *,
+    whole: bool = False,
 ) -> Program:
     """The function of these lines.
 
-    Args: takes: values that are passed in, in this order; None: those that are needed and not held.
+    Args:
+        takes: values that are passed in, in this order; None: those that are needed and not held.
+        whole: all lines of a call from its beginning, which can be undone then.
     """
     aliases = _aliases_among(lines, gives)
     lines = [_renamed(line, aliases) for line in lines if not (line.outs and line.outs[0] in aliases)]
@@ -89,8 +99,9 @@ def program_of(
     missing = free - set(holds) - set(takes)
     if missing:
         raise LookupError(f"no source for the values {sorted(missing)}")
-    run = _compiled(tape, kept, tuple(takes), tuple(gives), holds)
-    return Program(tape, tuple(kept), tuple(takes), tuple(gives), holds, run)
+    undo = Undo.of(tape, kept, takes, holds) if whole else None
+    run = _compiled(tape, kept, tuple(takes), tuple(gives), holds, undo)
+    return Program(tape, tuple(kept), tuple(takes), tuple(gives), holds, undo, run)
 
 
 def _is_held(tape: Tape, number: int) -> bool:
@@ -126,14 +137,22 @@ def _renamed(line: Line, aliases: dict[int, int]) -> Line:
 
 
 def _compiled(
-    tape: Tape, lines: Sequence[Line], takes: tuple[int, ...], gives: tuple[int, ...], holds: tuple[int, ...]
+    tape: Tape,
+    lines: Sequence[Line],
+    takes: tuple[int, ...],
+    gives: tuple[int, ...],
+    holds: tuple[int, ...],
+    undo: Undo | None,
 ) -> Callable[..., tuple[Any, ...]]:
     names: dict[str, Any] = {f"v{n}": tape.values[n].tensor for n in holds} | tape.names
     written = _Writer(names)
     last = _last_uses(lines, {*gives, *holds})
-    text = [f"def run({', '.join(f'v{n}' for n in takes)}):"]
+    keeps = {} if undo is None else undo.keeps
+    given = [f"v{n}" for n in takes] + ([] if undo is None else ["answers"])
+    text = [f"def run({', '.join(given)}):"]
     for place, line in enumerate(lines):
         text.append("    " + written.line(line))
+        text += [f"    {keeps[place]}"] if place in keeps else []
         dead = [f"v{n}" for n in last.get(place, ())]
         if dead:
             text.append(f"    {' = '.join(dead)} = None")

@@ -40,6 +40,7 @@ _BETWEEN = (
 )  # fmt: skip
 _OF_SPMD = spmd.__torch_function__.__code__  # not its file: what a block compares, it reads itself
 _HERE = "shardwright/erased"
+_SCALER = "torch/amp/grad_scaler.py"  # reads whether all gradients are finite
 _READS = frozenset({aten._local_scalar_dense.default, aten.item.default})
 _REPLACES_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 _ASKS_FOR_GRADIENTS = frozenset({"aten::mkldnn_rnn_layer"})  # what its backward needs is None without
@@ -51,7 +52,8 @@ class Recording(TorchDispatchMode):
     """One call on its way to a tape. refusals: what it did that a replay cannot do.
 
     truths: by the number of a value that the host has read, what it said, and the lines that make it.
-    asks: may such a value be asked for before the call? Not what a backward reads, which comes later.
+    decides: has the host read a truth of what the call made? A replay that makes another one is undone.
+    asks: may such values be asked for? Not what a backward reads outside, which comes later.
 
     rates: numbers of optimizers that are followed.
     give_up_if: asked at each operator whether there is no use in going on. gave_up: it said so.
@@ -60,6 +62,7 @@ class Recording(TorchDispatchMode):
     give_up_if: Callable[[], bool] | None = None
     gave_up = False
     asks = True
+    decides = False
 
     def __init__(self, rates: Sequence[Rate] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,7 +70,7 @@ class Recording(TorchDispatchMode):
         self.refusals: list[Refusal] = []
         self.events = Events()
         self.catching = Catching(self.refuse)
-        self.truths: dict[int, tuple[bool, list[Line]]] = {}
+        self.truths: dict[int, tuple[bool | float, list[Line]]] = {}
         self._kinds: dict[int, Kind] = {}  # by the `id` of an operator, which lives as long as torch
         self._numbers = 0
         self._followed: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
@@ -108,7 +111,7 @@ class Recording(TorchDispatchMode):
         if any(issubclass(cls, TorchDTensor) for cls in types):
             return self._on_dtensors(pause, func, args, kwargs)
         tensors = tensors_among(flat(args, kwargs))
-        if _without_data(tensors):
+        if without_data(tensors):
             return pause.watched(func, args, kwargs)
         if func in _READS:
             return self._read(args[0])
@@ -139,16 +142,21 @@ class Recording(TorchDispatchMode):
         number = self.tape.find(x)
         if number is None or not self.tape.values[number].varies:
             return value
-        if isinstance(value, float) and _first_file().startswith(OPTIMIZERS):
+        first = _first_file()
+        if isinstance(value, float) and first.startswith(OPTIMIZERS):
             name = f"n{self._numbers}"
             self._numbers += 1
             self.tape.lines.append(Line(torch.Tensor.item, (Ref(number),), {}, (), False, "", number=name))
             return numbers.followed(value, name, lambda why: self.refuse("a step count", why))
-        question = self.tape.question(number) if self.asks and isinstance(value, bool) else None
-        if question is None:
+        if not (self.asks and (isinstance(value, bool) or first.endswith(_SCALER))):
             self.refuse("item()", "the host reads a value; what it does with it is not known")
+            return value
+        question = self.tape.question(number)
+        if question is None:
+            self.decides = True
+            self.tape.expect(x)
         else:
-            self.truths[number] = bool(value), question
+            self.truths[number] = value, question
         return value
 
     def _on_locals(
@@ -161,7 +169,7 @@ class Recording(TorchDispatchMode):
             self.refuse(str(func), "it raised, and the program may go on otherwise where it does not")
             raise
         results = out if isinstance(out, list | tuple) else (out,)
-        if _without_data([x for x in results if isinstance(x, torch.Tensor)]):
+        if without_data([x for x in results if isinstance(x, torch.Tensor)]):
             return out
         kind = self._kind_of(func)
         varies = kind.draws or kind.namespace == FUNCTIONAL or any(self.tape.varies(x) for x in tensors)
@@ -288,8 +296,8 @@ def _by_places(name: str, args: Any) -> bool:
     return name == "aten::index" and not any(x is not None and x.dtype in masks for x in args[1])
 
 
-def _without_data(tensors: list[torch.Tensor]) -> bool:
-    """Tensors of a rehearsal: no part of the program."""
+def without_data(tensors: list[torch.Tensor]) -> bool:
+    """Are they of a rehearsal, which is no part of the program?"""
     if any(x.is_meta for x in tensors):
         return True
     return any(isinstance(mode, FakeTensorMode) for mode in modes_stack())

@@ -95,10 +95,19 @@ def refs_of(line: Line) -> list[int]:
     return [value.number for value in tree_leaves((line.args, line.kwargs)) if isinstance(value, Ref)]
 
 
+Answers = dict[int, torch.Tensor]  # of collectives, by their number in the call
+
+
+class OtherwiseError(EraseError):
+    """A replay reads something else than its recording. answers: of its collectives, where it was undone."""
+
+    answers: Answers | None = None
+
+
 def expect(x: torch.Tensor, values: list[Any]) -> None:
-    """Raise where ranks told each other something else than when the program was recorded."""
+    """Raise where the host would read something else than when the program was recorded."""
     if x.tolist() != values:
-        raise EraseError(
+        raise OtherwiseError(
             "the ranks told each other something else than when this program was recorded (which of them "
             "have which gradients, say)\n  fix: run the same backward passes on all ranks"
         )
@@ -213,12 +222,13 @@ class Tape:
                 return None
             if len(found) > _MOST_LINES or (line is not None and not line.only_computes):
                 return None
-        written = {self._storage_of(each) for line in self.lines for each in _written_by(line)}
-        return [*found.values()] if written.isdisjoint(map(self._storage_of, values)) else None
+        written = {self.storage_of(each) for line in self.lines for each in written_by(line)}
+        return [*found.values()] if written.isdisjoint(map(self.storage_of, values)) else None
 
-    def _storage_of(self, number: int) -> int:
+    def storage_of(self, number: int) -> int | None:
+        """A number for the storage of a value, None for one that has none, as sparse ones."""
         memory = _memory(self.values[number].tensor)
-        return -1 if memory is None else int(memory[0])
+        return None if memory is None else int(memory[0])
 
     def settle(self, kept: set[int]) -> None:
         """Let go of all tensors but these: of the others only sizes and dtypes are asked from now on."""
@@ -234,7 +244,8 @@ class Tape:
         return number is not None and self.values[number].varies
 
 
-def _written_by(line: Line) -> list[int]:
+def written_by(line: Line) -> list[int]:
+    """The values that a line writes in place."""
     if not isinstance(line.call, torch._ops.OpOverload) or not line.call._schema.is_mutable:
         return []
     written = flat(written_among(line.call, line.args, line.kwargs))
