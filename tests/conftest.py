@@ -33,6 +33,7 @@ _PRELOAD = (
 _COSTLY = {
     "transformers": ("transformers.models.llama.modeling_llama",),
     "tests.compositions.ranks": ("tests.compositions.preload",),
+    "tests.corpus.test_corpus": ("tests.corpus.catalog",),
     "tests.fuzz.ranks": ("tests.fuzz.ranks",),
     "tests.ops.ranks": ("tests.ops.ranks",),
     "tests.parallel.test_compile": (
