@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from shardwright.checkpoint import list_checkpoints, step_of
+from shardwright.cli.app import main
 from tests.train.worlds import write_text
 
 pytestmark = pytest.mark.processes
@@ -24,17 +25,21 @@ SMALL = ["--batch-size", "4", "--seq-len", "16", "--experts", "4", "--checkpoint
 SMALL += ["--layers", "2"]
 
 
+def words_of(text: Path, out: Path, *words: str) -> list[str]:
+    return ["train", *SMALL, "--data", str(text), "--out", str(out), *words]
+
+
 class Training:
     """A run of `shardwright train` on a small model in a process group of its own."""
 
     def __init__(self, out: Path, *words: str) -> None:
         self.out = out
-        text = out.with_suffix(".txt")  # the default is a large one, which each rank would read
+        self.text = text = out.with_suffix(".txt")  # the default is a large one, which each rank would read
         write_text(text)
         self.errors = out.with_suffix(".stderr")
         with self.errors.open("w") as errors, _without_reader() as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shardwright", "train", *SMALL, "--data", text, "--out", out, *words],
+                [sys.executable, "-m", "shardwright", *words_of(text, out, *words)],
                 env={**os.environ, "PYTHONPATH": str(SOURCE)},
                 stdout=output,
                 stderr=errors,
@@ -82,19 +87,23 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Training]]:
         one.process.wait()
 
 
-def test_after_a_killed_rank_another_mesh_goes_on_without_a_gap(train: Callable[..., Training]) -> None:
+def test_after_a_killed_rank_another_mesh_goes_on_without_a_gap(
+    train: Callable[..., Training], ranks: Callable[..., list[int]]
+) -> None:
+    """As under torchrun where it goes on: two processes less that import torch."""
     run = train("--world", "2", "--dp-replicate", "2", "--steps", "100000")
-    ranks = run.wait_for_checkpoint()
-    assert len(ranks) == 2
-    ranks[0].kill()
-    assert not psutil.wait_procs(ranks, timeout=5)[1]
+    two = run.wait_for_checkpoint()
+    assert len(two) == 2
+    two[0].kill()
+    assert not psutil.wait_procs(two, timeout=5)[1]
     code, text = run.end(within=30)
     assert code == 1
     assert "rank 0 (process" in text
     assert "was killed by SIGKILL" in text
     assert f"Go on from step-{run.newest():08d}: the same command with --resume --out {run.out}." in text
     steps = run.newest() + 2
-    assert train("--resume", "--world", "2", "--ep", "2", "--steps", str(steps)).end(within=120)[0] == 0
+    words = words_of(run.text, run.out, "--resume", "--ep", "2", "--steps", str(steps))
+    assert ranks(2, main, words, fresh=True, timeout=120) == [0, 0]
     assert run.steps_in_metrics() == list(range(1, steps + 1))
     assert run.newest() == steps
 
