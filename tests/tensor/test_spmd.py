@@ -82,6 +82,24 @@ def test_outside_of_the_block_a_plain_tensor_is_refused(ranks):
     ranks(2, _outside)
 
 
+def _plain_graphs_outside():
+    """A plain loss beside terms of parameters: its graph is handed plain gradients, to the end of it."""
+    weight, number = full(4, 4), torch.tensor(2.0, requires_grad=True)
+    d = place(weight, [sw.Shard(0)]).requires_grad_()
+    one, plain = weight.clone().requires_grad_(), number.detach().clone().requires_grad_()
+    for w, n, whole in ((d, number, d.full_tensor()), (one, plain, one)):
+        (torch.stack([(whole * n).square().sum(), n.exp()]).sum() + (w * 3).sum() * n).backward()
+    assert type(number.grad) is torch.Tensor
+    close(number.grad, plain.grad)
+    close(d.grad, one.grad)
+    (first,) = torch.autograd.grad(number**3 * d.sum(), number, create_graph=True)
+    close(torch.autograd.grad(first, number)[0], 6 * plain.detach() * weight.sum())
+
+
+def test_a_plain_graph_beside_a_dtensor_gets_plain_gradients(ranks):
+    ranks(2, _plain_graphs_outside)
+
+
 def _after_a_transform():
     d = place(full(4, 4), [sw.Shard(0)])
     torch.func.vmap(lambda row: row * d)(d)  # what it wraps has the class of a plain tensor

@@ -168,6 +168,8 @@ def call(
             if apart is not None:
                 return in_turn(func, args, kwargs, apart)
             _refuse_plain(func, args, kwargs)
+            if torch.is_grad_enabled() and not leaves_alone(func):
+                args, kwargs = _taken_as_replicated(func, args, kwargs, _wants_gradient)
     if func in READING:
         args, kwargs = with_host_values(func, args, kwargs)
     state.functions = depth + 1
@@ -283,19 +285,25 @@ def _adopted(func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 _harmless: set[type] = memo("classes that are no tensors", set())
 
 
+def _wants_gradient(value: torch.Tensor) -> bool:
+    """Is it of a graph of plain tensors, whose formulas take plain gradients only?"""
+    return value.requires_grad and not is_functorch_wrapped_tensor(value)
+
+
 def _taken_as_replicated(
-    func: Any, args: Args, kwargs: dict[str, Any]
+    func: Any,
+    args: Args,
+    kwargs: dict[str, Any],
+    wanted: Callable[[torch.Tensor], bool] = lambda value: not wraps_distributed(value),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments inside torch's `implicit_replication`."""
-    ours = next((v for v in tensors_in((*args, *kwargs.values())) if isinstance(v, TorchDTensor)), None)
-    if ours is None:
+    """The arguments with those plain tensors that are wanted as replicated DTensors."""
+    ours = [v for v in tensors_in((*args, *kwargs.values())) if isinstance(v, TorchDTensor)]
+    if not ours:
         return args, kwargs
-    mesh = ours.device_mesh
+    mesh = max(ours, key=lambda v: (v.numel() != 1, v.device_mesh.ndim)).device_mesh  # numbers go along
 
     def replicate(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and not (
-            isinstance(value, TorchDTensor) or wraps_distributed(value)
-        ):
+        if isinstance(value, torch.Tensor) and not isinstance(value, TorchDTensor) and wanted(value):
             return CLASSES[0].from_local(value, mesh, (Replicate(),) * mesh.ndim)
         if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
             return type(value)(map(replicate, value))
