@@ -237,3 +237,37 @@ def test_what_nobody_can_watch_is_refused(program):
         torch.testing.assert_close(fast(x), program(x))
     assert fast.report().recordings == 0, str(fast.report())
     assert f"{__file__}:" in str(fast.report()), str(fast.report())
+
+
+def _sharpened(model, optimizer):
+    """Weights are moved through `data` for a second backward, and are the ones from before then."""
+
+    def step(x):
+        model(x).square().mean().backward()
+        kept = {}
+        for p in model.parameters():
+            kept[p] = p.data
+            p.data = p.data + 0.05 * p.grad
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        for p in model.parameters():
+            p.data = kept[p]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_memory_that_a_call_gives_a_tensor_for_a_while_is_read_meanwhile():
+    kept = []
+    for erased in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
+        step = _sharpened(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run = sw.erase(step) if erased else step
+        kept.append([run(torch.randn(5, 4)) for _ in range(5)] + [*model.parameters()])
+    for one, two in zip(*kept, strict=True):
+        assert torch.equal(one, two)
+    assert run.report().replays == 4, str(run.report())

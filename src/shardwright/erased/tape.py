@@ -126,6 +126,7 @@ class Tape:
     values: list[Value] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     _by_id: dict[int, int] = field(default_factory=dict)
+    _lay: dict[int, int | None] = field(default_factory=dict)  # in which storage, by `id`
     _by_memory: dict[Geometry, int] = field(default_factory=dict)
     _storages: dict[int, list[int]] = field(default_factory=dict)  # the values that lie there
 
@@ -135,7 +136,7 @@ class Tape:
         if memory is not None:
             self._by_memory[memory] = number
             self._storages.setdefault(memory[0], []).append(number)
-        self._by_id[id(x)] = number
+        self._by_id[id(x)], self._lay[id(x)] = number, None if memory is None else memory[0]
         self.values.append(Value(x, source, varies))
         return number
 
@@ -165,7 +166,7 @@ class Tape:
     def find(self, x: torch.Tensor) -> int | None:
         """The number of a tensor, None if the tape does not know it."""
         number = self._by_id.get(id(x))
-        if number is not None:
+        if number is not None and self._lay[id(x)] == _storage(x):  # not after `x.data = y`
             return number
         memory = _memory(x)
         if memory is None:
@@ -174,7 +175,7 @@ class Tape:
         if number is None:
             number = self._seen_otherwise(x, memory[0])
         if number is not None:
-            self._by_id[id(x)] = number
+            self._by_id[id(x)], self._lay[id(x)] = number, memory[0]
             self.values.append(Value(x, varies=False))  # held, so that nothing takes its `id`
         return number
 
@@ -227,15 +228,14 @@ class Tape:
 
     def storage_of(self, number: int) -> int | None:
         """A number for the storage of a value, None for one that has none, as sparse ones."""
-        memory = _memory(self.values[number].tensor)
-        return None if memory is None else int(memory[0])
+        return _storage(self.values[number].tensor)
 
     def settle(self, kept: set[int]) -> None:
         """Let go of all tensors but these: of the others only sizes and dtypes are asked from now on."""
         for number, value in enumerate(self.values):
             if number not in kept:
                 value.tensor = torch.empty(value.tensor.shape, dtype=value.tensor.dtype, device="meta")
-        for table in (self._by_id, self._by_memory, self._storages):
+        for table in (self._by_id, self._lay, self._by_memory, self._storages):
             table.clear()
 
     def varies(self, x: torch.Tensor) -> bool:
@@ -259,9 +259,14 @@ def _number_in(x: Any) -> Any:
     return x if isinstance(x, bool | int | float | complex) else None
 
 
+def _storage(x: torch.Tensor) -> int | None:
+    """Its storage, as a number; None of a tensor that has none or several."""
+    strided = x.layout is torch.strided and not x.is_nested
+    return int(x.untyped_storage()._cdata) if strided else None
+
+
 def _memory(x: torch.Tensor) -> Geometry | None:
     """What two objects of one tensor have in common."""
-    if x.layout is not torch.strided or x.is_nested:
+    if _storage(x) is None:
         return None
-    storage = x.untyped_storage()._cdata
-    return storage, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+    return _storage(x), x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
