@@ -451,7 +451,7 @@ CASES = {
     strides: lambda: _without_part(2),
     wants_a_gradient: lambda: _without_part(3),
     scalars: _patched(given, "_of_leaf", _leaf_without_value),
-    structure: _patched(given, "tree_flatten", lambda x: (sw.compat.tree_leaves(x)[:2], None)),
+    structure: _patched(given, "taken_apart", lambda x: (sw.compat.tree_leaves(x)[:2], None)),
     shared_memory: _patched(given, "_sharing", lambda _: ()),
     shared_with_the_program: _without_overlap,
     places_of_memory: _patched(finished, "_names_places", lambda *_: False),

@@ -1,7 +1,10 @@
 """Lists, dicts and attributes among the arguments and results of an erased function are as without it."""
 
+import argparse
 import collections
+import dataclasses
 import math
+import types
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -225,3 +228,121 @@ def test_calls_that_raised_are_no_attempts():
         with pytest.raises(ValueError, match="not yet") if turn < 4 else nullcontext():
             assert torch.equal(fast(torch.ones(2)), torch.full((2,), 2.0))
     assert fast.report().replays == 2, str(fast.report())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Data:
+    x: torch.Tensor
+    scale: float
+    more: object = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Slots:
+    x: torch.Tensor
+    scale: float
+    more: object = None
+
+
+class _Own:
+    offset = 1.0
+
+    def __init__(self, x, scale, more=None):
+        self.x, self.scale, self.more = x, scale, more
+
+
+class _User(collections.UserDict):
+    offset = 1.0
+
+    def __init__(self, x, scale, more=None):
+        super().__init__(x=x, scale=scale, more=more)
+
+    def __getattr__(self, name):
+        return self.__dict__["data"][name]
+
+
+BATCHES = {
+    "dataclass": _Data,
+    "with slots": _Slots,
+    "own": _Own,
+    "user dict": _User,
+    "namespace": lambda x, scale, more=None: types.SimpleNamespace(x=x, scale=scale, more=more),
+    "arguments": lambda x, scale, more=None: argparse.Namespace(x=x, scale=scale, more=more),
+}
+
+
+@pytest.mark.parametrize("made", BATCHES.values(), ids=BATCHES)
+def test_new_objects_that_hold_a_batch_are_replayed(made):
+    """Their tensors may be of a graph, and be written; numbers, classes and what holds them are watched."""
+    weight = torch.arange(4.0).requires_grad_()
+
+    def program(b):
+        b.x.data.add_(1)
+        y = b.x * b.scale * b.more["inner"].x * getattr(b, "offset", 1.0)
+        return made(y.sin(), 2.0, [b.x.detach() + 1])
+
+    fast, kept = sw.erase(program), []
+    for run in (program, fast):
+        for turn in range(10):
+            _Own.offset = _User.offset = 2.0 if turn >= 8 else 1.0
+            leaf = torch.full((4,), 0.1 * turn).requires_grad_()
+            x, scale = leaf * weight, 3.0 if turn == 4 else 1.0
+            out = run(made(x, scale, {"inner": made(torch.ones(4) * turn, 1.0)}))
+            out.x.sum().backward()
+            kept.append((type(out), out.x.detach(), out.scale, out.more[0], leaf.grad, x.detach()))
+    _Own.offset = _User.offset = 1.0
+    for one, two in zip(kept[:10], kept[10:], strict=True):
+        for a, b in zip(one, two, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b or a == b
+    assert fast.report().replays >= 6, str(fast.report())
+
+
+def test_one_list_or_object_at_two_places_is_not_two():
+    def program(a, b):
+        return a.x[0] * 2 if a.x is b["x"] else b["x"][0] * 3
+
+    def twice(x):
+        return [made := [x * 2], made]
+
+    fast, of_results = sw.erase(program), sw.erase(twice)
+    for turn in range(6):
+        x = torch.full((4,), 1.0 + turn)
+        a = _Own([x], 1.0)
+        assert torch.equal(fast(a, {"x": a.x if turn % 2 else [x]}), x * (2 if turn % 2 else 3))
+        one, two = of_results(x)
+        assert one is two
+    assert fast.report().replays == 4
+
+
+def test_objects_that_a_call_changes_are_those_that_were_given():
+    def program(b):
+        b.x, b.more = b.x * 2, [b.x]
+        return b.x + 1
+
+    fast, weight = sw.erase(program), torch.ones(4).requires_grad_()
+    for turn in range(5):
+        x = torch.full((4,), float(turn))
+        b = _Own(x * weight if turn % 2 else x, 1.0)
+        assert torch.equal(fast(b), x * 2 + 1)
+        assert torch.equal(b.x, x * 2)
+        assert torch.equal(b.more[0], x)
+    assert fast.report().recordings == 0
+
+
+class _Holder:
+    def __init__(self, x, model):
+        self.x, self.model = x, model
+
+
+def test_objects_that_hold_more_than_a_batch_count_as_that_object():
+    """One that holds a model, or itself, is told by identity."""
+    holder = _Holder(torch.ones(4), torch.nn.Linear(4, 4))
+    fast = sw.erase(lambda h: h.x * 2)
+    for _ in range(4):
+        assert torch.equal(fast(holder), torch.full((4,), 2.0))
+    assert fast.report().replays == 3
+    holder.x = torch.zeros(4)
+    assert torch.equal(fast(holder), torch.zeros(4))
+    itself = _Own(torch.ones(4), 1.0)
+    itself.more = itself
+    assert torch.equal(fast(itself), torch.full((4,), 2.0))

@@ -12,7 +12,7 @@ from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients, view_again
 from shardwright.erased import given, holds, surroundings
-from shardwright.erased.containers import CHANGED, nodes_of, taken_apart, with_leaves
+from shardwright.erased.containers import CHANGED, Structure, nodes_of, taken_apart, with_leaves
 from shardwright.erased.effects import Before, gradients_after, written_of
 from shardwright.erased.entry import Entry, Leaf, View
 from shardwright.erased.finished import Finished
@@ -144,7 +144,7 @@ class Attempt:
             hanging = []
         leaves, made, of_results = self._results(flat)
         views, of_views = self._views(made)
-        refusals += [*of_results, *of_views, *self._of_containers(out), *self._of_decisions()]
+        refusals += [*of_results, *of_views, *self._of_containers(out, structure), *self._of_decisions()]
         if not refusals:
             self.finished = Finished(self, gradients, written, leaves, made, views, structure)
         if hanging or self.cut.written():
@@ -165,8 +165,10 @@ class Attempt:
             return []
         return [Refusal("item()", "the host decides by a value, behind a write that cannot be put back")]
 
-    def _of_containers(self, out: Any) -> list[Refusal]:
-        """Refusals of a list that comes back as the very one that the program, or the caller, has."""
+    def _of_containers(self, out: Any, structure: Structure | None) -> list[Refusal]:
+        """Refusals of a list that comes back twice, or is the very one that the program or the caller has."""
+        if structure is not None and structure.shared:
+            return [Refusal("a result", "it holds one list, dict or object twice")]
         known = set(map(id, nodes_of((self.cut.args, self.cut.kwargs))))
         again = [x for x in nodes_of(out) if not isinstance(x, _IMMUTABLE)]
         found = [x for x in again if id(x) in known or self.world.holds(x)]

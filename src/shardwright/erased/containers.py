@@ -1,4 +1,4 @@
-"""Lists, dicts and the like among the arguments: what a call changes in them is there for whoever gave them.
+"""Lists, dicts and objects among the arguments: what a call changes in them is there for whoever gave them.
 
 A call whose arguments have graphs gets others in their places, and so other lists. What it has put into those
 is put into the lists that were given.
@@ -7,17 +7,73 @@ is put into the lists that were given.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Self
 
 import torch
 
 from shardwright.compat import tree_flatten, tree_unflatten
+from shardwright.erased.batches import fill, is_a_batch, object_of, state_of
 from shardwright.erased.refuse import Refusal
 from shardwright.errors import EraseError
 
 CHANGED = Refusal("an argument", "the call changes what a list or dict among its arguments holds")
+_CHANGEABLE = (list, dict, deque)
+_DEEPEST = 8  # one that holds itself is none to be taken apart
+_LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.dtype, torch.device})
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """How leaves lie in lists, dicts and objects. objects: those among the leaves of the tree, by place.
+
+    keys: classes and signs of the keys of dicts: `1`, `1.0` and `True` are one key to a dict.
+    shared: of lists, dicts and objects which stand there twice; none where none does.
+    """
+
+    tree: Any
+    keys: tuple[Any, ...]
+    objects: tuple[tuple[int, _Object], ...]
+    shared: tuple[int, ...] = ()
+
+    def put_together(self, leaves: Sequence[Any], before: Any = None) -> Any:
+        """What has these leaves. before: with these objects in it where all leaves of one are the same."""
+        if not self.objects:
+            return tree_unflatten(leaves, self.tree)
+        number = self.tree.num_leaves
+        were = [None] * number if before is None else tree_flatten(before, is_leaf=is_whole)[0]
+        remaining, of_place = iter(leaves), dict(self.objects)
+        found = [
+            of_place[place].made(remaining, were[place]) if place in of_place else next(remaining)
+            for place in range(number)
+        ]
+        return tree_unflatten(found, self.tree)
+
+    @property
+    def count(self) -> int:
+        """How many leaves there are."""
+        return int(self.tree.num_leaves) + sum(each.structure.count - 1 for _, each in self.objects)
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An object that holds a batch: its class, the names of its attributes, and how what they hold lies."""
+
+    cls: type
+    names: tuple[str, ...]
+    structure: Structure
+
+    def made(self, leaves: Iterator[Any], before: Any) -> Any:
+        """It, of the next leaves; what was there before where these are its own."""
+        mine = [*islice(leaves, self.structure.count)]
+        state = None if before is None else (*(state_of(before) or {}).values(),)
+        if state is not None and all(map(_is, mine, taken_apart(state)[0])):
+            return before
+        return object_of(
+            self.cls, dict(zip(self.names, self.structure.put_together(mine, state), strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +124,55 @@ def is_whole(x: Any) -> bool:
     return isinstance(x, torch.Size) or (may_have and bool(getattr(x, "__dict__", None)))
 
 
-def taken_apart(tree: Any) -> tuple[list[Any], Any]:
+def taken_apart(tree: Any) -> tuple[list[Any], Structure]:
     """Leaves and structure."""
-    return tree_flatten(tree, is_leaf=is_whole)
+    nodes: list[int] = []
+    leaves, structure = _apart(tree, _DEEPEST, nodes)
+    if len(set(nodes)) < len(nodes):
+        structure = replace(structure, shared=tuple(map(nodes.index, nodes)))
+    return leaves, structure
 
 
-def with_leaves(tree: Any, leaves: list[Any]) -> Any:
-    """The same lists and dicts of other leaves; the very ones where no leaf is another."""
+def _apart(tree: Any, deep: int, nodes: list[int]) -> tuple[list[Any], Structure]:
+    """The same. deep: how many objects may stand in one another. nodes: gets each list, dict and object."""
+    keys: list[Any] = []
+
+    def look(x: Any) -> bool:
+        if isinstance(x, dict):
+            keys.extend((type(key), repr(key) if isinstance(key, float) else "") for key in x)
+        if isinstance(x, _CHANGEABLE):
+            nodes.append(id(x))
+        return is_whole(x)
+
+    found, spec = tree_flatten(tree, is_leaf=look)
+    leaves: list[Any] = []
+    objects: list[tuple[int, _Object]] = []
+    for place, x in enumerate(found):
+        inside = _opened(x, deep, nodes)
+        leaves += [x] if inside is None else inside[0]
+        objects += [] if inside is None else [(place, inside[1])]
+    return leaves, Structure(spec, tuple(keys), tuple(objects))
+
+
+def _opened(x: Any, deep: int, nodes: list[int]) -> tuple[list[Any], _Object] | None:
+    """The leaves in an object that holds a batch; None of anything else."""
+    if type(x) in _LEAVES or not deep or isinstance(x, torch.Tensor) or (state := state_of(x)) is None:
+        return None
+    inside = [id(x)]
+    leaves, structure = _apart((*state.values(),), deep - 1, inside)
+    if not is_a_batch(leaves):
+        return None
+    nodes += inside
+    return leaves, _Object(type(x), tuple(state), structure)
+
+
+def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
+    """The same lists, dicts and objects of other leaves; the very ones where no leaf is another."""
     before, structure = taken_apart(tree)
-    return tree if all(map(_is, leaves, before)) else tree_unflatten(leaves, structure)
+    return tree if all(map(_is, leaves, before)) else structure.put_together(leaves, tree)
 
 
-def nodes_of(tree: Any) -> list[Any]:
+def nodes_of(tree: Any, deep: int = _DEEPEST) -> list[Any]:
     """Each container in it, and each leaf."""
     found: list[Any] = []
 
@@ -87,7 +180,9 @@ def nodes_of(tree: Any) -> list[Any]:
         found.append(x)
         return is_whole(x)
 
-    tree_flatten(tree, is_leaf=look)
+    for x in tree_flatten(tree, is_leaf=look)[0]:
+        if _opened(x, deep, []):
+            found += nodes_of((*(state_of(x) or {}).values(),), deep - 1)[1:]
     return found
 
 
@@ -96,7 +191,10 @@ def _is(one: Any, other: Any) -> bool:
 
 
 def _fill(theirs: Any, mine: Any, original: Callable[[Any], Any]) -> None:
-    if isinstance(theirs, list | deque):
+    state = state_of(mine) if type(theirs) is type(mine) else None
+    if state is not None:
+        fill(theirs, {name: original(x) for name, x in state.items()})
+    elif isinstance(theirs, list | deque):
         now = [original(x) for x in mine]
         theirs.clear()
         theirs.extend(now)

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.comm.traced import in_groups
-from shardwright.compat import (
-    DisableTorchFunctionSubclass,
-    is_batch_of_gradients,
-    tree_unflatten,
-    version_of,
-    view_again,
-)
+from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients, version_of, view_again
 from shardwright.erased import given, text
 from shardwright.erased.effects import Effects, carry_out
 from shardwright.erased.gradients import hang
@@ -29,6 +23,7 @@ from shardwright.tensor.dtensor import DTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from shardwright.erased.containers import Structure
     from shardwright.erased.facts import Fact
     from shardwright.erased.program import Program
 
@@ -96,7 +91,7 @@ class Entry:
     leaves: tuple[Leaf, ...]
     views: tuple[View, ...]
     objects: tuple[Any, ...]
-    structure: Any
+    structure: Structure | None
     effects: Effects
     question: Program
     answers: tuple[bool | float, ...]
@@ -143,7 +138,7 @@ class Entry:
         carry_out(self.effects, leaves, values[len(self.made) : len(self.made) + self._n_gradients])
         made = self._made(values, leaves)  # behind what the call wrote: its backward watches for later writes
         flat = [leaf.found(leaves, made) for leaf in self.leaves]
-        return flat[0] if self.structure is None else tree_unflatten(flat, self.structure)
+        return flat[0] if self.structure is None else self.structure.put_together(flat)
 
     def _run(self, taken: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         undo = self.program.undo

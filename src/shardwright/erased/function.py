@@ -12,10 +12,11 @@ import torch
 
 from shardwright.comm.record import source_line
 from shardwright.comm.traced import in_groups
-from shardwright.compat import DisableTorchFunctionSubclass, tree_leaves
+from shardwright.compat import DisableTorchFunctionSubclass
 from shardwright.erased import given, surroundings
 from shardwright.erased.attempt import Attempt
 from shardwright.erased.changed_rates import rates_that_changed
+from shardwright.erased.containers import taken_apart
 from shardwright.erased.gradients import Cut, with_edge
 from shardwright.erased.holds import changed
 from shardwright.erased.otherwise import Answered
@@ -199,7 +200,7 @@ class Erased:
 
 def _without_forms(out: Any, leaves: list[Any]) -> Any:
     """The results; of the arguments too the call may have finished some."""
-    _forget_forms([*leaves, *tree_leaves(out)])
+    _forget_forms([*leaves, *taken_apart(out)[0]])
     return out
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import tree_flatten
-from shardwright.erased.containers import is_whole, nodes_of
+from shardwright.erased.containers import nodes_of, taken_apart
 from shardwright.erased.owners import is_the_users
 from shardwright.erased.walk import SCALARS, local_of
 from shardwright.tensor.dtensor import DTensor
@@ -23,21 +22,8 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if not isinstance(leaf, _DIRECT):
-            return _flatten_containers((args, kwargs))
+            return taken_apart((args, kwargs))
     return leaves, (len(args), *kwargs)
-
-
-def _flatten_containers(tree: Any) -> tuple[list[Any], Any]:
-    """The structure with the classes of keys, and signs: `1`, `1.0` and `True` are one key to a dict."""
-    keys: list[Any] = []
-
-    def look(x: Any) -> bool:
-        if isinstance(x, dict):
-            keys.extend((type(key), repr(key) if isinstance(key, float) else "") for key in x)
-        return is_whole(x)
-
-    leaves, structure = tree_flatten(tree, is_leaf=look)
-    return leaves, (structure, *keys)
 
 
 def kinds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[type]:

@@ -14,15 +14,9 @@ from typing import Any
 import torch
 
 from shardwright.comm.traced import in_groups
-from shardwright.compat import (
-    DisableTorchFunctionSubclass,
-    preserve_version_counter,
-    tree_leaves,
-    tree_map_only,
-    view_again,
-)
+from shardwright.compat import DisableTorchFunctionSubclass, preserve_version_counter, view_again
 from shardwright.compat.fully_shard import gathered_by_units
-from shardwright.erased.containers import Containers, is_whole, taken_apart, with_leaves
+from shardwright.erased.containers import Containers, taken_apart, with_leaves
 from shardwright.erased.refuse import Refusal
 from shardwright.tensor.autograd import apply, keep_pending
 from shardwright.tensor.dtensor import DTensor
@@ -121,7 +115,9 @@ class Cut:
         ends: list[torch.Tensor] = []
         originals: dict[int, torch.Tensor] = {}
         for_it: dict[int, torch.Tensor] = {}
-        together = _views_of_one(tree_leaves((args, kwargs)))
+        given = args, kwargs
+        leaves, _ = taken_apart(given)
+        together = _views_of_one(leaves)
 
         def end_of(x: torch.Tensor) -> torch.Tensor:
             if _node(x) is None:
@@ -136,10 +132,9 @@ class Cut:
                 originals[id(ends[-1])] = originals[id(for_it[id(x)])] = x
             return for_it[id(x)]
 
-        given = got = args, kwargs
+        got = given  # the very lists, where nothing stands for what they hold
         if torch.is_grad_enabled():
-            made = tree_map_only(torch.Tensor, end_of, given, is_leaf=is_whole)
-            got = made if ends else given  # the very lists, where nothing stands for what they hold
+            got = with_leaves(given, [end_of(x) if isinstance(x, torch.Tensor) else x for x in leaves])
         containers = Containers.of(given, got)
         tensors = [x for x in containers.leaves if isinstance(x, torch.Tensor)]
         nodes = {id(x): (x, _node(x)) for x in tensors}

@@ -416,7 +416,7 @@ class World:
         if hasattr(value, "__dict__"):
             self.facts.append(Fact(path, "length", vars(value), None, len(vars(value))))
             self._attributes(path, value, list(vars(value)))
-        for name in _slots_of(cls):
+        for name in slots_of(cls):
             if hasattr(value, name):
                 self._place(f"{path}.{name}", "attribute", value, name, getattr(value, name))
             else:
@@ -470,7 +470,7 @@ def _count_of(scheduler: LRScheduler) -> int | None:
     return getattr(scheduler, "last_epoch", None)
 
 
-def _slots_of(cls: type) -> list[str]:
+def slots_of(cls: type) -> list[str]:
     """By the names that the class holds them under: `__s` is another one inside of it."""
     bases = [base for base in cls.__mro__ if not is_of_a_library(module_of(base))]
     return [name for base in bases for name, x in vars(base).items() if type(x) is _SLOT]
