@@ -64,7 +64,7 @@ def _refused_before_anything_changes():
 
 def test_what_cannot_be_placed_is_refused_before_anything_is_changed(ranks):
     several, way, output, argument, dim, placement, sharded, twice = ranks(
-        4, _refused_before_anything_changes, fresh=True
+        4, _refused_before_anything_changes
     )[0]
     assert "takes one axis, got ('dp', 'cp'); slice the mesh" in several
     assert "attention='rings'; there are 'auto', 'ring', 'all_to_all'" in way
@@ -87,7 +87,7 @@ def _parameters_on_different_axes():
 
 
 def test_parameters_that_compute_on_different_axes_are_refused(ranks):
-    said = ranks(4, _parameters_on_different_axes, fresh=True)[0]
+    said = ranks(4, _parameters_on_different_axes)[0]
     assert "one program runs on one mesh" in said
     assert "place every parameter on the tensor-parallel axis first" in said
 
@@ -109,7 +109,7 @@ def _rows_first():
 
 
 def test_replicas_over_rows_may_be_placed_before(ranks):
-    ranks(4, _rows_first, fresh=True)
+    ranks(4, _rows_first)
 
 
 def _refused_calls():
@@ -135,7 +135,7 @@ def _refused_calls():
 
 
 def test_a_call_that_no_way_serves_says_what_to_do(ranks):
-    dropout, heads, mask, nothing, flat, silent = ranks(4, _refused_calls, fresh=True)[0]
+    dropout, heads, mask, nothing, flat, silent = ranks(4, _refused_calls)[0]
     assert "dropout inside attention is drawn for whole rows" in dropout
     assert "2 heads of keys (of 2) cannot be shared out over 4 ranks" in heads
     assert "attention='ring', which cuts no heads" in heads
@@ -161,7 +161,7 @@ def _after_an_error():
 
 
 def test_an_error_in_the_forward_leaves_nothing_behind(ranks):
-    ranks(2, _after_an_error, fresh=True)
+    ranks(2, _after_an_error)
 
 
 def _ranks_read_different_batches():
@@ -171,7 +171,7 @@ def _ranks_read_different_batches():
 
 
 def test_ranks_that_are_given_different_sequences_are_told(ranks):
-    ranks(2, _ranks_read_different_batches, fresh=True)
+    ranks(2, _ranks_read_different_batches)
 
 
 def _a_part_of_a_plain_model():
@@ -194,7 +194,7 @@ def _a_part_of_a_plain_model():
 
 
 def test_one_submodule_of_a_plain_model(ranks):
-    ranks(2, _a_part_of_a_plain_model, fresh=True)
+    ranks(2, _a_part_of_a_plain_model)
 
 
 def _a_batch_that_was_cut():
@@ -210,7 +210,7 @@ def _a_batch_that_was_cut():
 
 
 def test_a_batch_is_cut_by_one_call(ranks):
-    ranks(2, _a_batch_that_was_cut, fresh=True)
+    ranks(2, _a_batch_that_was_cut)
 
 
 def _under_autocast():
