@@ -1,4 +1,8 @@
-"""Fixtures for every test: real ranks from one pool per session."""
+"""Fixtures for every test: real ranks from one pool per session.
+
+torch is imported by what runs tests: the process of `-n` that hands them out would import it, two seconds,
+before the others begin.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from shardwright.testing.pool import RankPool
-from shardwright.testing.rank_device import VARIABLE, device_of_ranks
-from shardwright.testing.zygote import SELDOM
+if TYPE_CHECKING:
+    from shardwright.testing.pool import RankPool
 
 pytest_plugins = ["tests.releases", "tests.tiers"]
 
@@ -44,7 +46,7 @@ _COSTLY = {
 }
 # What torch says there of plain programs too.
 _SAID_ON_GPU = ("Attempting to run cuBLAS", "RNN module weights are not part of single contiguous chunk")
-_POOL = pytest.StashKey[RankPool]()
+_POOL = pytest.StashKey["RankPool"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,16 +54,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What a script starts in the background ignores SIGINT, and so would all that the tests start and stop.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _hands_out(config):
+        return
+    import torch
+
+    from shardwright.testing.rank_device import VARIABLE, device_of_ranks
+
     if config.getoption("--ranks-on"):
         os.environ[VARIABLE] = config.getoption("--ranks-on")
     for text in _SAID_ON_GPU if device_of_ranks() != "cpu" else ():
         config.addinivalue_line("filterwarnings", f"ignore:{text}")
-    # What a script starts in the background ignores SIGINT, and so would all that the tests start and stop.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Tensors are tiny: a second thread would only spin beside the first.
     torch.set_num_threads(1)
     gc.disable()  # until the tests are collected: what they are made of stays, and is not worth a look
+
+
+def _hands_out(config: pytest.Config) -> bool:
+    """Is this the process of `-n` that runs no test?"""
+    return not hasattr(config, "workerinput") and bool(config.getoption("numprocesses", None))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -70,6 +83,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     It is a process of its own (not a fork of this one), so what the collection imported or ran does not
     matter, and a run of a few pure tests does not pay for it.
     """
+    from shardwright.testing.pool import RankPool
+    from shardwright.testing.rank_device import device_of_ranks
+
     _collect_garbage_of_tests_only()
     costly = [name for collected, names in _COSTLY.items() if collected in sys.modules for name in names]
     on_gpu = () if device_of_ranks() == "cpu" else ("tests.on_gpu",)
@@ -80,6 +96,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _collect_garbage_of_tests_only() -> None:
     """What stands before the first test stays to the end, so no collection looks through it."""
+    from shardwright.testing.zygote import SELDOM
+
     gc.freeze()
     gc.set_threshold(*SELDOM)
     gc.enable()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import pytest
-
-from shardwright.compat import RELEASE
 
 _BROUGHT: dict[tuple[int, int], dict[str, str]] = {
     (2, 13): {
@@ -37,22 +36,29 @@ _BROUGHT: dict[tuple[int, int], dict[str, str]] = {
         "*/test_on_ranks.py::*into_an_expanded*": "strides of a copy",
     },
 }
-LATER = {
-    pattern: f"torch {'.'.join(map(str, release))} brought {what}"
-    for release, rows in _BROUGHT.items()
-    for pattern, what in rows.items()
-    if release > RELEASE
-}
+
+
+@cache
+def later() -> dict[str, str]:
+    """What this release has not: pattern -> why. Asked where tests are collected, for it imports torch."""
+    from shardwright.compat import RELEASE
+
+    return {
+        pattern: f"torch {'.'.join(map(str, release))} brought {what}"
+        for release, rows in _BROUGHT.items()
+        for pattern, what in rows.items()
+        if release > RELEASE
+    }
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """A file of which nothing can be asked imports what is not there."""
-    whole = [pattern.removesuffix("*") for pattern in LATER if pattern.endswith(".py*")]
+    whole = [pattern.removesuffix("*") for pattern in later() if pattern.endswith(".py*")]
     return True if any(fnmatchcase(str(collection_path), pattern) for pattern in whole) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        why = next((why for pattern, why in LATER.items() if fnmatchcase(item.nodeid, pattern)), None)
+        why = next((why for pattern, why in later().items() if fnmatchcase(item.nodeid, pattern)), None)
         if why is not None:
             item.add_marker(pytest.mark.skip(reason=why))
