@@ -79,7 +79,7 @@ def test_programs_that_were_found_stay_right(worlds, mesh):
 def test_planted_faults_are_found(rank_pool, tmp_path, fault):
     """Wrong values, or an error that one device raises and we do not; without the fault, none of either."""
     families = dict.fromkeys(FAULTS[fault].families, 1.0)
-    programs = [draw(seed, (2,), families, torch.float64) for seed in range(16)]
+    programs = [draw(seed, (2,), families, torch.float64) for seed in range(8, 16)]
     file = str(tmp_path / "found")
     rank_pool.run(2, check_with, fault, programs, file, fresh=True, timeout=_LIMIT)
     kinds = Counter(worst(verdicts).kind for verdicts in verdicts_of(file, 2))
