@@ -65,6 +65,9 @@ def losses(folder) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+TWO = {"world": 2, "dp_replicate": 1}  # what leaves files, stops and goes on does so on two ranks as on more
+
+
 @pytest.fixture
 def settings(tmp_path) -> dict[str, Any]:
     write_text(tmp_path / "text")
@@ -72,7 +75,7 @@ def settings(tmp_path) -> dict[str, Any]:
 
 
 def test_a_run_leaves_all_its_files(ranks, settings):
-    assert ranks(4, trained, settings, draws=True) == [0] * 4
+    assert ranks(2, trained, settings | TWO, draws=True) == [0] * 2
     out = settings["out"]
     files = {"metrics.jsonl", "loss.png", "layouts.txt", "sample.txt", "config.json", "checkpoints"}
     assert {path.name for path in out.iterdir()} == files
@@ -99,7 +102,7 @@ def test_a_run_names_what_it_has_left(ranks, settings, capsys):
 def test_a_new_run_refuses_a_folder_that_holds_something(ranks, settings):
     settings["out"].mkdir()
     (settings["out"] / "precious").touch()
-    found = ranks(2, refused, settings | {"world": 2, "dp_replicate": 1})
+    found = ranks(2, refused, settings | TWO)
     assert found[0] == found[1]
     assert "is not empty" in found[0]
     assert "--resume" in found[0]
@@ -114,11 +117,12 @@ def refused(settings: dict[str, Any]) -> str:
 
 
 def test_a_stop_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(ranks, settings):
-    assert ranks(4, trained, settings | {"steps": 9}, 4) == [130] * 4
+    settings |= TWO
+    assert ranks(2, trained, settings | {"steps": 9}, 4) == [130] * 2
     out = settings["out"]
     assert len(losses(out)) == 4
     assert (out / "checkpoints" / "step-00000004").is_dir()
-    assert ranks(4, trained, settings | {"steps": 6, "resume": "newest"}) == [0] * 4
+    assert ranks(2, trained, settings | {"steps": 6, "resume": "newest"}) == [0] * 2
     assert len(losses(out)) == 6
 
 
@@ -138,8 +142,9 @@ def test_a_stop_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(ranks
 )
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks, settings, tmp_path, other):
     """Bit for bit on the same mesh; within rounding on another."""
+    settings |= {} if other else TWO
     steps = {"steps": 4, "checkpoint_every": 2}
-    assert ranks(4, trained, settings | steps) == [0] * 4
+    assert ranks(settings["world"], trained, settings | steps) == [0] * settings["world"]
     expected = losses(settings["out"])
     path = settings["out"] / "checkpoints" / "step-00000004"
     path.rename(path.with_name("moved-4"))
@@ -178,20 +183,20 @@ def test_a_run_that_goes_on_with_other_settings_says_which(tmp_path):
 
 def test_resume_without_a_finished_checkpoint_is_refused(ranks, settings):
     settings["out"].mkdir()
-    found = ranks(2, trained, settings | {"world": 2, "dp_replicate": 1, "resume": "newest"})
+    found = ranks(2, trained, settings | TWO | {"resume": "newest"})
     assert found[0] == found[1]
     assert "no finished checkpoint" in found[0]
 
 
 def test_resume_of_another_model_is_refused(ranks, settings):
-    base = settings | {"world": 2, "dp_replicate": 1}
+    base = settings | TWO
     assert ranks(2, trained, base) == [0, 0]
     found = ranks(2, trained, base | {"experts": 8, "resume": "newest"})
     assert "another model" in found[0]
 
 
 def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(ranks, settings):
-    settings |= {"world": 2, "dp_replicate": 1, "steps": 6, "checkpoint_every": 2}
+    settings |= TWO | {"steps": 6, "checkpoint_every": 2}
     assert ranks(2, trained, settings) == [0, 0]
     expected = losses(settings["out"])
     damaged = settings["out"] / "checkpoints" / "step-00000006"
@@ -205,7 +210,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(ranks, sett
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_and_written_anew(ranks, settings):
-    settings |= {"world": 2, "dp_replicate": 1, "steps": 4, "checkpoint_every": 2}
+    settings |= TWO | {"steps": 4, "checkpoint_every": 2}
     assert ranks(2, trained, settings) == [0, 0]
     folder = settings["out"] / "checkpoints"
     (folder / "step-00000004" / "manifest.json").unlink()
