@@ -20,7 +20,7 @@ from shardwright.testing.meshes import rank_mesh
 from tests.models.check import ROWS, compare
 from tests.models.configs import BY_NAME, Architecture, batch_of
 
-STEPS = 5
+STEPS = 3
 # Those of the table that bring a plan.
 BRINGING = (
     "llama", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "smollm3", "cohere2", "qwen3_moe",
