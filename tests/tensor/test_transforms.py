@@ -88,7 +88,7 @@ def _transformed(name):
                 _same(of, TRANSFORMS[name], f, a, b)
 
 
-LEFT = ["linearize", "grad of both", "jvp of one", "vmap of a dim", "jacfwd"]
+LEFT = ["linearize", "grad", "grad of both", "jvp of one", "vmap of one", "vmap of a dim", "jacfwd"]
 
 
 @pytest.mark.parametrize("name", all_but(LEFT, TRANSFORMS))
