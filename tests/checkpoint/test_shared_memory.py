@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import load, load_hf, save, save_hf
-from shardwright.checkpoint.shared_memory import refuse_overlaps
+from shardwright.checkpoint.shared_memory import refuse_overlaps, span_of
 from shardwright.errors import CheckpointError
 from shardwright.testing import rank_mesh
 
@@ -201,5 +201,5 @@ def test_many_tensors_are_compared_without_pairs(how: str) -> None:
     flat = torch.zeros(20_000, 4).t() if how == "columns" else torch.zeros(20_000, 4)
     many = flat.unbind(1 if how == "columns" else 0)
     start = time.process_time()
-    refuse_overlaps({str(number): one for number, one in enumerate(many)}, lambda *_: False)
+    refuse_overlaps(((str(number), span_of(one)) for number, one in enumerate(many)), lambda *_: False)
     assert time.process_time() - start < 10  # two hundred million pairs would take minutes

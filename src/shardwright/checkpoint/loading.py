@@ -172,7 +172,7 @@ class Loading:
     def _compare_others(self) -> None:
         try:
             add_others(self.targets, self.chosen, self.manifest, rank=rank(), world=world())
-            refuse_overlaps(self.targets.live, partial(alike, self.manifest))
+            refuse_overlaps(self.targets.placed(), partial(alike, self.manifest))
         except CheckpointError as error:
             raise CheckpointError(f"{self.path} is not of this state: {error}") from None
 
@@ -272,7 +272,7 @@ class Loading:
     def _wants(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> list[Want]:
         key = self.manifest.ties.get(name, name)
         saved = self.manifest.tensors[key]
-        return list(wants(key, saved, views(tensor, local, rank=self.rank)))
+        return wants(key, saved, views(tensor, local, rank=self.rank))
 
     def _changes(self) -> Iterator[Change]:
         """What puts that which was read into place: first what cannot fail, then the code of others."""

@@ -41,9 +41,14 @@ class Held(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, to be looked at: it may have a graph."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The storage that this rank holds of a tensor, detached; writing into it writes into the tensor."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return part_of(tensor).detach()
 
 
 def note_written(tensors: Iterable[torch.Tensor]) -> None:
@@ -51,7 +56,7 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
 
     A backward of an earlier forward, which may have saved them or their parts, then raises as torch's does.
     """
-    written = [each for one in tensors for each in (one, local_of(one))]
+    written = [each for one in tensors for each in (one, part_of(one))]
     increment_versions([one for one in written if not one.is_inference()])
 
 
@@ -69,7 +74,7 @@ def describe(tensor: torch.Tensor, key: str, rank: int) -> Held:
     _refuse_copied_view(tensor, key)
     held = _held(layout_of(tensor), rank)
     if held.boxes:
-        refuse_without_data(local_of(tensor), key)
+        refuse_without_data(part_of(tensor), key)
     return held
 
 
@@ -136,7 +141,7 @@ def refuse_unwritable(tensor: torch.Tensor, key: str, *, made: bool = False) -> 
     """
     _refuse_pending(tensor, key)
     _refuse_copied_view(tensor, key)
-    local = local_of(tensor)
+    local = part_of(tensor)
     if not made:
         refuse_without_data(local, key)
     if not local.is_contiguous() and any(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from math import gcd, prod
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.pieces import local_of
+from shardwright.checkpoint.pieces import part_of
 from shardwright.errors import CheckpointError
 from shardwright.layout.of_tensor import layout_of
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
     """Where elements lie: between two addresses of a device, `strides` elements apart.
 
     turned: whether they are conjugated, and negated, where they are read.
@@ -29,27 +29,30 @@ class _Span(NamedTuple):
     turned: tuple[bool, bool]
 
 
-_Named = tuple[_Span, str]
+_Named = tuple[Span, str]
 
 
-def memory_of(tensor: torch.Tensor) -> Hashable:
+def memory_of(tensor: torch.Tensor, span: Span | None) -> Hashable:
     """Equal for tensors that are one: one object, or the same elements in memory, read in the same way.
 
     So are tensors that were tied by `one.data = other.data`, and views of one tensor that show all of it.
+
+    Args: span: that of the tensor.
     """
-    layout = layout_of(tensor) if isinstance(tensor, DTensor) else None
-    span = _span(tensor if layout is None else local_of(tensor))
-    return id(tensor) if span is None else (span, tensor.dtype, layout)
+    if span is None:
+        return id(tensor)
+    return span, tensor.dtype, layout_of(tensor) if isinstance(tensor, DTensor) else None
 
 
-def refuse_overlaps(tensors: Mapping[str, torch.Tensor], alike: Callable[[str, str], bool]) -> None:
+def refuse_overlaps(placed: Iterable[tuple[str, Span | None]], alike: Callable[[str, str], bool]) -> None:
     """Raises CheckpointError where to write one tensor is to write into another, or twice into itself.
 
-    Args: alike: whether two tensors, by name, get the same elements; then they may be one memory.
+    Args:
+        placed: tensors by name, each with its span.
+        alike: whether two tensors, by name, get the same elements; then they may be one memory.
     Cost: a sort; where tensors lie between one another's elements, a byte of memory for each of these.
     """
-    spans = [(span, name) for name, one in tensors.items() if (span := _span(local_of(one))) is not None]
-    spans.sort()
+    spans = sorted((span, name) for name, span in placed if span is not None)
     for span, name in spans:
         if _meets_itself(span):
             raise CheckpointError(
@@ -60,8 +63,9 @@ def refuse_overlaps(tensors: Mapping[str, torch.Tensor], alike: Callable[[str, s
         _refuse_marked(_without_twins(cluster, alike))
 
 
-def _span(local: torch.Tensor) -> _Span | None:
-    """None of a tensor that has no elements in memory: what they are is not asked here."""
+def span_of(tensor: torch.Tensor) -> Span | None:
+    """Where its part on this rank lies; None of one without elements in memory."""
+    local = part_of(tensor)
     if not local.numel() or local.layout != torch.strided:
         return None
     try:
@@ -74,10 +78,10 @@ def _span(local: torch.Tensor) -> _Span | None:
     start = memory + int(local.storage_offset()) * size
     last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     stop, turned = start + int(last + 1) * size, (local.is_conj(), local.is_neg())
-    return _Span((local.device.type, local.device.index or 0), start, stop, size, shape, strides, turned)
+    return Span((local.device.type, local.device.index or 0), start, stop, size, shape, strides, turned)
 
 
-def _meets_itself(span: _Span) -> bool:
+def _meets_itself(span: Span) -> bool:
     """Whether two elements of a tensor have one address."""
     reach = 1
     for stride, n in sorted((stride, n) for n, stride in zip(span.shape, span.strides, strict=True) if n > 1):
@@ -87,7 +91,7 @@ def _meets_itself(span: _Span) -> bool:
     return False
 
 
-def _meets_itself_for_sure(span: _Span) -> bool:
+def _meets_itself_for_sure(span: Span) -> bool:
     mask = torch.zeros((span.stop - span.start) // span.itemsize, dtype=torch.bool, device="cpu")
     mask.as_strided(span.shape, span.strides).fill_(True)
     return int(mask.count_nonzero()) < prod(span.shape)
@@ -107,7 +111,7 @@ def _clusters(spans: list[_Named]) -> Iterator[list[_Named]]:
 
 
 def _without_twins(cluster: list[_Named], alike: Callable[[str, str], bool]) -> list[_Named]:
-    firsts: dict[_Span, str] = {}
+    firsts: dict[Span, str] = {}
     for span, name in cluster:
         first = firsts.setdefault(span, name)
         if first != name and not alike(first, name):
@@ -133,7 +137,7 @@ def _refuse_marked(cluster: list[_Named]) -> None:
         mine.fill_(True)
 
 
-def _marks(mask: torch.Tensor, span: _Span, low: int, unit: int) -> torch.Tensor:
+def _marks(mask: torch.Tensor, span: Span, low: int, unit: int) -> torch.Tensor:
     """The marks of a tensor's elements, several of each where others have smaller ones."""
     each = span.itemsize // unit
     strides = (*(stride * each for stride in span.strides), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from shardwright.checkpoint.optimizer_state import (
     step_devices,
     write_optimizer,
 )
-from shardwright.checkpoint.shared_memory import memory_of
+from shardwright.checkpoint.shared_memory import Span, memory_of, span_of
 from shardwright.checkpoint.state import Kind, Node
 from shardwright.checkpoint.storage.element_types import DTYPES, name_of
 from shardwright.checkpoint.storage.manifest import Manifest
@@ -45,7 +45,7 @@ class Targets:
         values: path -> what the checkpoint says, as JSON.
         objects: path -> the module that keeps this extra state.
         names: identity of a tensor -> all its names here. firsts: of what is one in memory, the first name
-            that is loaded.
+            that is loaded. spans: where tensors in `live` lie, as far as that was asked.
     """
 
     live: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -56,6 +56,7 @@ class Targets:
     objects: dict[str, nn.Module] = field(default_factory=dict)
     names: dict[int, list[str]] = field(default_factory=dict)
     firsts: dict[Hashable, str] = field(default_factory=dict)
+    spans: dict[str, Span | None] = field(default_factory=dict)
     optimizer_states: dict[str, dict[tuple[str, str], str]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: torch.Tensor, wanted: Wanted) -> None:
@@ -63,13 +64,19 @@ class Targets:
         self.names.setdefault(id(tensor), []).append(name)
         if not wanted(name):
             return
-        first = self.firsts.setdefault(memory_of(tensor), name)
+        span = span_of(tensor)
+        first = self.firsts.setdefault(memory_of(tensor, span), name)
         if first == name:
-            self.live[name] = tensor
+            self.live[name], self.spans[name] = tensor, span
             return
         self.ties[name] = first
         if tensor is not self.live[first]:
             self.twins.append(tensor)
+
+    def placed(self) -> Iterator[tuple[str, Span | None]]:
+        """Where each tensor of the state lies."""
+        for name, tensor in self.live.items():
+            yield name, self.spans[name] if name in self.spans else span_of(tensor)
 
     def names_in(self, manifest: Manifest, path: str) -> dict[int, str]:
         """Identity of a tensor -> the name by which an optimizer of the checkpoint calls it.

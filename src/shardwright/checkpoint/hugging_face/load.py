@@ -16,7 +16,7 @@ from shardwright.checkpoint.hugging_face.index import INDEX, read_index
 from shardwright.checkpoint.hugging_face.maps import Link, Map, Shape, cut_by, in_steps, links_of
 from shardwright.checkpoint.model_state import read_model
 from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
-from shardwright.checkpoint.shared_memory import memory_of, refuse_overlaps
+from shardwright.checkpoint.shared_memory import memory_of, refuse_overlaps, span_of
 from shardwright.checkpoint.storage.arena import Arena, room_for, usable_afterwards
 from shardwright.checkpoint.storage.element_types import DTYPES
 from shardwright.checkpoint.storage.manifest import SavedFile, SavedPart, SavedTensor
@@ -179,7 +179,7 @@ class _Loading:
         links = {name: links_of(name, tuple(one.shape), self.maps) for name, one in tensors.items()}
         tied: dict[Hashable, list[str]] = {}
         for name, tensor in tensors.items():
-            tied.setdefault(memory_of(tensor), []).append(name)
+            tied.setdefault(memory_of(tensor, span_of(tensor)), []).append(name)
         for names in tied.values():
             known = [name for name in names if all(link.source in self.places for link in links[name])]
             first = (known or names)[0]
@@ -235,7 +235,7 @@ class _Loading:
         """Read this rank's slices into new memory, which tensors on the meta device will have."""
         for name, tensor in self.tensors.items():
             refuse_unwritable(tensor, name, made=tensor.is_meta)
-        refuse_overlaps(self.tensors, lambda *_: False)
+        refuse_overlaps(((n, span_of(x)) for n, x in self.tensors.items()), lambda *_: False)
         self._make()
         places = {name: local_of(self.made.get(id(one), one)) for name, one in self.tensors.items()}
         new = {n for n, x in places.items() if x.is_contiguous() and x.device.type == "cpu"}
@@ -282,7 +282,7 @@ class _Loading:
         shape, (offset, size) = _in_source(link, low, high)
         whole = SavedPart(file=number, at=place.at, offset=(0,) * len(shape), size=shape, sums="")
         saved = SavedTensor(dtype=place.dtype, shape=shape, parts=(whole,))
-        return list(wants(link.source, saved, [(Box(offset, size), cut.view(size))]))
+        return wants(link.source, saved, [(Box(offset, size), cut.view(size))])
 
     def change(self) -> None:
         """Put what was read into place."""

@@ -41,7 +41,7 @@ class Want(NamedTuple):
     view: torch.Tensor
 
 
-def wants(key: str, saved: SavedTensor, boxes: Sequence[tuple[Box, torch.Tensor]]) -> Iterator[Want]:
+def wants(key: str, saved: SavedTensor, boxes: Sequence[tuple[Box, torch.Tensor]]) -> list[Want]:
     """What to read for boxes of a tensor: their meetings with the saved boxes."""
     parts, dim, longest = saved.parts, 0, 0
     if len(boxes) > 1 and len(parts) > _FEW:  # those that a box may meet are found by where they begin
@@ -49,29 +49,32 @@ def wants(key: str, saved: SavedTensor, boxes: Sequence[tuple[Box, torch.Tensor]
         parts = tuple(sorted(parts, key=lambda part: part.offset[dim]))
         longest = max(part.size[dim] for part in parts)
     starts = [part.offset[dim] for part in parts] if longest else []
+    found: list[Want] = []
     for box, view in boxes:
         near = parts
         if longest:
             low = bisect_right(starts, box.offset[dim] - longest)
             near = parts[low : bisect_left(starts, box.offset[dim] + box.size[dim])]
-        yield from _meetings(key, saved.dtype, near, box, view)
+        found += _meetings(key, saved.dtype, near, box, view)
+    return found
 
 
-def _meetings(
-    key: str, dtype: str, parts: Sequence[SavedPart], box: Box, view: torch.Tensor
-) -> Iterator[Want]:
-    same = next((part for part in parts if part.offset == box.offset and part.size == box.size), None)
-    if same is not None:
-        yield Want(key, same, dtype, (0,) * len(box.size), view)
-        return
-    for part in parts:
-        low = [max(a, b) for a, b in zip(part.offset, box.offset, strict=True)]
-        ends = zip(part.offset, part.size, box.offset, box.size, strict=True)
-        high = [min(a + n, b + m) for a, n, b, m in ends]
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))
-            start = tuple(a - o for a, o in zip(low, part.offset, strict=True))
-            yield Want(key, part, dtype, start, view[inside])
+def _meetings(key: str, dtype: str, parts: Sequence[SavedPart], box: Box, view: torch.Tensor) -> list[Want]:
+    for part in parts:  # most are loaded as they were saved
+        if part.offset == box.offset and part.size == box.size:
+            return [Want(key, part, dtype, (0,) * len(box.size), view)]
+    return [want for part in parts if (want := _meeting(key, dtype, part, box, view)) is not None]
+
+
+def _meeting(key: str, dtype: str, part: SavedPart, box: Box, view: torch.Tensor) -> Want | None:
+    low = [max(a, b) for a, b in zip(part.offset, box.offset, strict=True)]
+    ends = zip(part.offset, part.size, box.offset, box.size, strict=True)
+    high = [min(a + n, b + m) for a, n, b, m in ends]
+    if not all(a < b for a, b in zip(low, high, strict=True)):
+        return None
+    inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))
+    start = tuple(a - o for a, o in zip(low, part.offset, strict=True))
+    return Want(key, part, dtype, start, view[inside])
 
 
 Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
