@@ -14,8 +14,9 @@ from shardwright.errors import RuleError
 from shardwright.rules import Formula, formula
 from shardwright.rules.binding import bind
 from shardwright.rules.call import Call
+from shardwright.testing.check_rule import check_rule
 from shardwright.testing.rule_cases import Scattered, cases
-from shardwright.testing.simulate import Sample, in_double, run_whole
+from shardwright.testing.simulate import RuleCheckError, Sample, in_double, run_whole
 from tests.rules.samples import aten, samples_of
 
 # True rules, written out with one label per dim, and facts that are false for them.
@@ -87,12 +88,22 @@ TRUE: dict[torch._ops.OpOverload, tuple[Formula, tuple[str, ...]]] = {
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 
 
-def _mutants() -> Iterator[tuple[torch._ops.OpOverload, Formula]]:
-    for op, (true, false_facts) in TRUE.items():
-        yield from ((op, mutant) for mutant in _swapped(true))
-        yield from ((op, replace(true, text=text)) for text in _cut_open(true.text))
-        yield from ((op, mutant) for mutant in _reduced_otherwise(true))
-        yield from ((op, replace(true, hom=(fact,))) for fact in false_facts)
+@cache
+def mutants_of(op: torch._ops.OpOverload) -> list[Formula]:
+    """Wrong formulas for an op; one that allows nothing new is weaker than the rule, not wrong."""
+    true, false_facts = TRUE[op]
+    every = (
+        *_swapped(true),
+        *(replace(true, text=text) for text in _cut_open(true.text)),
+        *_reduced_otherwise(true),
+        *(replace(true, hom=(fact,)) for fact in false_facts),
+    )
+    return [mutant for mutant in every if not _claims(op, mutant) <= _true_claims(op)]
+
+
+def mutants() -> list[tuple[torch._ops.OpOverload, Formula]]:
+    """Those of all ops."""
+    return [(op, mutant) for op in TRUE for mutant in mutants_of(op)]
 
 
 def _swapped(true: Formula) -> Iterator[Formula]:
@@ -123,6 +134,15 @@ def _reduced_otherwise(true: Formula) -> Iterator[Formula]:
         yield replace(true, reduce=changed)
 
 
+def is_caught(op: torch._ops.OpOverload, mutant: Formula) -> bool:
+    """Does the checker refuse it?"""
+    try:
+        check_rule(op, samples_of(op), formula=mutant, worlds=(2, 3))
+    except RuleCheckError:
+        return True
+    return False
+
+
 @cache
 def _calls(op: torch._ops.OpOverload) -> list[Call]:
     """The samples of an op as what a rule looks at."""
@@ -147,11 +167,3 @@ def _claims(op: torch._ops.OpOverload, stated: Formula) -> set[object]:
         named = [candidate for candidate in every if not isinstance(candidate.part, Scattered)]
         found |= {(call, candidate.inputs, candidate.outputs) for candidate in named}
     return found
-
-
-def _claims_more(op: torch._ops.OpOverload, mutant: Formula) -> bool:
-    """A mutant that allows nothing new is weaker than the rule, not wrong."""
-    return not _claims(op, mutant) <= _true_claims(op)
-
-
-MUTANTS = [(op, mutant) for op, mutant in _mutants() if _claims_more(op, mutant)]

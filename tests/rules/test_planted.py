@@ -11,7 +11,7 @@ from shardwright.rules import Formula, formula, register_rule, registry, rule
 from shardwright.rules.rule import remove_rule
 from shardwright.testing.check_rule import check_rule
 from shardwright.testing.simulate import RuleCheckError
-from tests.rules.planted import MUTANTS, TRUE
+from tests.rules.planted import TRUE, is_caught, mutants, mutants_of
 from tests.rules.samples import aten, randn, samples_of
 
 
@@ -22,13 +22,12 @@ def test_the_true_rule_passes(op: torch._ops.OpOverload) -> None:
 
 
 def test_there_are_enough_mutants() -> None:
-    assert len(MUTANTS) >= 200
+    assert len(mutants()) >= 200
 
 
-@pytest.mark.parametrize(("op", "mutant"), MUTANTS, ids=[f"{op.name()}: {mutant}" for op, mutant in MUTANTS])
-def test_a_wrong_rule_is_caught(op: torch._ops.OpOverload, mutant: Formula) -> None:
-    with pytest.raises(RuleCheckError):
-        check_rule(op, samples_of(op), formula=mutant, worlds=(2, 3))
+@pytest.mark.parametrize("op", TRUE, ids=lambda op: op.name())
+def test_a_wrong_rule_is_caught(op: torch._ops.OpOverload) -> None:
+    assert [str(mutant) for mutant in mutants_of(op) if not is_caught(op, mutant)] == []
 
 
 @pytest.mark.parametrize("length", range(5, 9))
