@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from shardwright.context.randomness import forget_streams
 from shardwright.testing.gloo_device import share_one_device
-from shardwright.testing.rank_device import take_device
+from shardwright.testing.rank_device import device_of_ranks, take_device
 
 HOST = "127.0.0.1"
 MAX_RANKS = 64  # of one world: what one message of the pool to the zygote carries
@@ -178,7 +178,8 @@ def _reset(seed: int) -> None:
     forget_streams()
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the legacy state is what a test may have used
-    torch.manual_seed(seed)
+    # `torch.manual_seed` formats the stack for each kind of device that has not begun.
+    (torch.default_generator if device_of_ranks() == "cpu" else torch).manual_seed(seed)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
