@@ -14,7 +14,7 @@ from shardwright.rules.held_label import Held
 from shardwright.tensor.views import write_back
 from shardwright.testing.meshes import rank_mesh
 from shardwright.views.local import LocalView
-from tests.tiers import all_but
+from tests.tiers import only
 
 
 def _holes():
@@ -141,7 +141,7 @@ def _written(x):
 
 
 @pytest.mark.parametrize(
-    "placement", all_but([sw.Shard(1)], [sw.Shard(0), sw.Shard(1), sw.Replicate()]), ids=str
+    "placement", only([sw.Shard(0)], [sw.Shard(0), sw.Shard(1), sw.Replicate()]), ids=str
 )
 def test_what_is_written_into_a_part_of_a_view_is_written_in_a_graph_too(ranks, placement):
     ranks(2, _computes, _written, (4, 6), placement, (True,))
@@ -177,7 +177,7 @@ def _across_the_cut(x):
     return (y * z).square().sum()
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("dim", only([1], [0, 1, 2]))
 def test_what_is_written_across_a_cut_lies_as_a_graph_has_it(ranks, dim):
     ranks(2, _computes, _across_the_cut, (4, 2, 2), sw.Shard(dim), (True,))
 
