@@ -2,11 +2,13 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+import shardwright as sw
 from shardwright.context import DENSE_DOMAIN
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer, global_mean
@@ -14,8 +16,10 @@ from shardwright.parallel import (
     differing_buffers,
     parallelize,
     parallelize_batch_norm,
+    parallelize_context,
     parallelize_fsdp,
     parallelize_replicate,
+    parallelize_tensor,
 )
 from tests.parallel.table.worlds import context
 from tests.tiers import one_in
@@ -110,6 +114,36 @@ def test_three_steps_are_those_of_one_device(ranks, kind, option, verb, parts):
 def test_statistics_of_each_rank_alone_are_seen(ranks):
     with pytest.raises(Exception, match="not close"):
         ranks(2, _train, "1d", {}, (3, 3), parallelize_replicate, True)
+
+
+def _beside_others(options):
+    """Channels that tensor parallelism cuts, or positions that context parallelism does, of a rank's rows."""
+    at = context(data_parallel_shard=2, tensor_parallel=2)
+    dp, other = at.mesh_for(DENSE_DOMAIN)["dp_cp_shard"], at.mesh_for(DENSE_DOMAIN)["tp"]
+    one, by_words, cut = (_made("1d", options) for _ in range(3))
+    parallelize_tensor(by_words, other, {"map": "colwise"})
+    parallelize_context(cut, other, cut={"x": 2}, output="whole")
+    x = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0)).double()
+    ((one(x) * torch.arange(5.0)) ** 3).sum().backward()
+    for net, inside in ((by_words, sw.spmd(other)), (cut, nullcontext())):
+        parallelize_batch_norm(net, dp)
+        parallelize_replicate(net, dp)
+        with inside:
+            ((net(x.split((1, 5))[dp.get_local_rank()]) * torch.arange(5.0)) ** 3).sum().backward()
+        for name, p in net.named_parameters():
+            torch.testing.assert_close(
+                p.grad.full_tensor(), one.get_parameter(name).grad, rtol=1e-8, atol=1e-8
+            )
+        for name, buffer in net.named_buffers():
+            whole = buffer.full_tensor() if isinstance(buffer, sw.DTensor) else buffer
+            torch.testing.assert_close(whole, one.get_buffer(name), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ParallelError, match="a DTensor of several of them"):
+        by_words.first(sw.distribute_tensor(x, dp, [sw.Shard(0)]))
+
+
+@pytest.mark.parametrize("option", ["plain", "no affine"])
+def test_what_other_axes_cut_of_a_ranks_rows_is_the_whole_batch_too(ranks, option):
+    ranks(4, _beside_others, OPTIONS[option])
 
 
 def _refusals():

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -17,11 +17,18 @@ from shardwright.errors import ParallelError
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.same_model import agreed, heard_by_stages
+from shardwright.placement.base import Replicate
+from shardwright.tensor.dtensor import DTensor
 
 _VERB, _REASON = "parallelize_batch_norm", "statistics of batch norm"
 _OVER = "_statistics_over"
 _Norm = nn.BatchNorm1d  # all of them have its attributes and its forward
 _NORMS = MappingProxyType({nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)})
+_ROWS = (
+    "{}: a batch norm over data ranks takes the rows of its rank, and got a DTensor of several of them\n"
+    "  fix: leave batch norms to rank-local modules, or cut the batch as a DTensor and leave "
+    "parallelize_batch_norm out: its statistics are then those of the whole tensor"
+)
 _OTHERS = (nn.SyncBatchNorm, nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
@@ -65,10 +72,20 @@ class _Ranks:
         self.groups = groups
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks; differentiable.  [...] -> [...]"""
+        """Over the ranks; differentiable; what is cut over others is finished there first.  [...] -> [...]"""
+        if isinstance(x, TorchDTensor):
+            whole = (Replicate(),) * x.device_mesh.ndim
+            local = x.redistribute(placements=whole).to_local()
+            return DTensor.from_local(self.sum(local), x.device_mesh, whole)
         for axis, group in self.groups:
             x = all_reduce(x, "sum", group, axis=axis, reason=_REASON)
         return x
+
+    def refuse_rows_among(self, x: Tensor, norm: nn.Module) -> None:
+        """Raise ParallelError for a DTensor over two of the ranks: its rows may be all that they have."""
+        here = set(x.device_mesh.mesh.flatten().tolist()) if isinstance(x, TorchDTensor) else set()
+        if any(len(here.intersection(get_process_group_ranks(group))) > 1 for _, group in self.groups):
+            raise ParallelError(_ROWS.format(type(norm).__name__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
         return self
@@ -91,23 +108,19 @@ def _checked(norm: nn.Module, path: str) -> _Norm:
 
 
 def _forward(norm: _Norm, x: Tensor) -> Tensor:
-    """[rows, channels, ...] -> the same; rows of this rank."""
+    """[rows, channels, ...] -> the same; rows of this rank, which other axes may cut otherwise."""
     running: Tensor | None = norm.running_mean
     if not norm.training and running is not None:
         return type(norm).forward(norm, x)
-    if isinstance(x, TorchDTensor):
-        raise ParallelError(
-            f"{type(norm).__name__}: a batch norm over data ranks takes the plain rows of its rank, and got "
-            "a DTensor\n  fix: leave batch norms to rank-local modules, or cut the batch as a DTensor and "
-            "leave parallelize_batch_norm out: its statistics are then those of the whole tensor"
-        )
+    over: _Ranks = getattr(norm, _OVER)
+    over.refuse_rows_among(x, norm)
     dims = next(dims for kind, dims in _NORMS.items() if kind in type(norm).__mro__)
     if x.ndim not in dims or x.shape[1] != norm.num_features:
         raise ValueError(
             f"{type(norm).__name__}({norm.num_features}) got an input of shape {tuple(x.shape)}: expected "
             f"{' or '.join(map(str, dims))} dims, the second of {norm.num_features}"
         )
-    mean, variance, count = _statistics(x, getattr(norm, _OVER))
+    mean, variance, count = _statistics(x, over)
     if norm.training:
         _follow(norm, mean.detach(), variance.detach(), count)
     shape = (1, -1, *([1] * (x.ndim - 2)))
