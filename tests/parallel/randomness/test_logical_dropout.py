@@ -81,9 +81,9 @@ def _train(degrees, plan, recompute, planted=False):
     return _differences(model, one)
 
 
-# What "hsdp" and "context" draw, "fsdp" and "context, fsdp" draw as well.
+# What "hsdp" and "context" draw, "fsdp" and "context, fsdp" draw as well; what "tensor" does, "sequence".
 CASES = [(name, recompute) for recompute in ("saved", False, "reentrant") for name in WORLDS]
-OFTEN = [(name, "saved") for name in WORLDS if name not in ("hsdp", "context")]
+OFTEN = [(name, "saved") for name in WORLDS if name not in ("hsdp", "context", "tensor")]
 
 
 @pytest.mark.parametrize(("name", "recompute"), only(OFTEN, CASES))
