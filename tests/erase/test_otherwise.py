@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -30,15 +31,15 @@ class _Forked(nn.Module):
 
 
 # Rows of both ranks in each step. All of one kind are replays soon; then ranks have other gradients.
-ROWS = [(2, 2), (2, 2), (2, 3), (2, 2), (3, 3), (2, 0), (2, 2), (3, 3)]
+ROWS = [(2, 2), (2, 2), (2, 2), (2, 2), (2, 3), (2, 2), (3, 3), (2, 0), (2, 2), (3, 3)]
 
 
-def _ranks_with_other_gradients():
+def _ranks_with_other_gradients(overlapped):
     torch.manual_seed(0)
     plain = _Forked()
     model, mesh, rank = copy.deepcopy(plain), rank_mesh((2,), ("dp",)), dist.get_rank()
     parallelize_replicate(model, mesh)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    reference, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
     synchronizer = GradientSynchronizer(model)
 
     def step(x):
@@ -49,22 +50,23 @@ def _ranks_with_other_gradients():
             model.calls += 1
             loss = noise * 0
         mean = global_mean(loss, torch.tensor(float(len(x))), mesh)
-        if len(x):
-            mean.backward()
+        with synchronizer.overlapped() if overlapped else nullcontext():
+            if len(x):
+                mean.backward()
         synchronizer.synchronize()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         return mean.detach()
 
     fast = sw.erase(step)
     for turn, rows in enumerate(ROWS):
         parts = torch.randn(sum(rows), 4).split(rows)
         torch.manual_seed(turn)
-        optimizers[0].zero_grad()
+        reference.zero_grad()
         noise = torch.rand(())
         wanted = sum(plain(x * noise).square().sum() for x in parts) / sum(rows)
         wanted.backward()
-        optimizers[0].step()
+        reference.step()
         torch.manual_seed(turn)
         torch.testing.assert_close(full(fast(parts[rank])), wanted.detach())
         assert model.calls == turn + 1
@@ -76,7 +78,8 @@ def _ranks_with_other_gradients():
 
 
 def test_a_rank_whose_peers_have_other_gradients_trains_on(ranks):
-    assert sum(ranks(2, _ranks_with_other_gradients)) > 0
+    for overlapped in (False, True):
+        assert sum(ranks(2, _ranks_with_other_gradients, overlapped)) > 0
 
 
 def _net():

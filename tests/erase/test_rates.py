@@ -81,6 +81,14 @@ def _follows(name):
     assert replays >= ROUNDS - 3  # the first step makes the states
 
 
+def _a_tensor():
+    assert _compare(lambda p: optim.SGD(p, lr=torch.tensor(0.1), momentum=0.9)) == (1, ROUNDS - 2)
+
+
+def test_a_rate_that_is_a_tensor_is_read_at_each_step(ranks):
+    ranks(2, _a_tensor)
+
+
 @pytest.mark.parametrize("name", one_in(3, FOLLOWED))
 def test_a_schedule_is_recorded_once(ranks, name):
     ranks(2, _follows, name)

@@ -25,6 +25,7 @@ from shardwright.erased.refuse import Refusal
 from shardwright.erased.tape import Line, Ref, Tape
 from shardwright.erased.walk import local_of
 from shardwright.erased.watch import Pause, kernel
+from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.spmd import spmd
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ aten = torch.ops.aten
 _BETWEEN = (
     "torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_pytree.py", "torch/utils/_device.py",
 )  # fmt: skip
-_OF_SPMD = spmd.__torch_function__.__code__  # not its file: what a block compares, it reads itself
+# The same of this package. Not their files: what a block compares, it reads itself.
+_DOORS = (spmd.__torch_function__.__code__, boundary.call.__code__)
 _HERE = "shardwright/erased"
 _SCALER = "torch/amp/grad_scaler.py"  # reads whether all gradients are finite
 _READS = frozenset({aten._local_scalar_dense.default, aten.item.default})
@@ -323,8 +325,9 @@ def _first_frame() -> FrameType | None:
     """Of whoever asked, below those that only hand on."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not (frame.f_code is _OF_SPMD or f"{_HERE}/" in name or any(part in name for part in _BETWEEN)):
+        code, name = frame.f_code, frame.f_code.co_filename
+        door = code is _DOORS[0] or code is _DOORS[1]  # a code computes its hash anew each time
+        if not (door or f"{_HERE}/" in name or any(part in name for part in _BETWEEN)):
             break
         frame = frame.f_back
     return frame

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over, start_sum
+from shardwright.comm.told import told
 from shardwright.compat import axis_names
 from shardwright.compat.fully_shard import managing_unit
 from shardwright.context.submesh import groups_above_one
@@ -240,7 +241,7 @@ class OverlappedSum:
         for bucket, flat in zip(self._plan.buckets, sums, strict=True):
             if bucket.tells is not None:
                 tail = flat if bucket.asks is None else flat[:-NUMBERS]
-                flags = [bool(flag) for flag in tail[-_FLAGS * len(bucket.tells) :].tolist()]
+                flags = told(tail[-_FLAGS * len(bucket.tells) :] != 0)
                 of_each = zip(*(flags[at::_FLAGS] for at in range(_FLAGS)), strict=True)
                 found += zip(bucket.tells, of_each, strict=True)
         return found
