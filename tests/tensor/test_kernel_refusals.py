@@ -1,5 +1,6 @@
 """What the kernel of one device refuses is refused by every rank, those without data too."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import shardwright as sw
+
+from tests.cycles import tensors_in_cycles
 
 from .cases import close, place
 
@@ -84,3 +87,15 @@ def _taken():
 
 def test_dtypes_that_one_device_takes_together_are_taken(ranks):
     ranks(2, _taken, timeout=60)
+
+
+def _left_by_a_refusal():
+    placed, other = place(_X, (sw.Shard(0),)), place(_X.double(), (sw.Shard(0),))
+    with tensors_in_cycles() as left, contextlib.suppress(RuntimeError):
+        torch.mm(placed, other)
+    return left
+
+
+def test_a_refusal_that_is_caught_leaves_no_operand_to_the_collector(ranks):
+    """Who tries a larger batch, and catches what it raises, has the memory back."""
+    assert ranks(2, _left_by_a_refusal) == [[], []]

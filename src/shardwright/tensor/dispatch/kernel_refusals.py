@@ -60,7 +60,10 @@ def refuse_alike(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -
     if not (all_have_some or other):
         other = _raised(func, args, kwargs, torch.ones)
     if type(other) is type(error) and str(other) == str(error):
-        raise error
+        try:
+            raise error
+        finally:  # its traceback knows this frame: operands would live until the collector comes
+            del error, other
 
 
 def said_by_kernel(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> Exception | None:
@@ -81,7 +84,7 @@ def _raised(func: Op, args: Args, kwargs: Kwargs, values: Callable[..., torch.Te
     except torch.linalg.LinAlgError:  # of the values: there is no inverse of zeros
         return None
     except (RuntimeError, TypeError, IndexError, ValueError) as error:  # the caller tells reasons apart
-        return error
+        return error.with_traceback(None)  # which knows these operands
     return None
 
 
