@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import shardwright as sw
-
 from tests.cycles import tensors_in_cycles
 
 from .cases import close, place
