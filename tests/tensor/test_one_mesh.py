@@ -100,10 +100,18 @@ def test_plain_numbers_go_along_inside_of_a_block_on_a_slice(ranks):
 
 def _refused():
     a, b = _put("a"), _put("b")
-    with pytest.raises(RuleError, match="different meshes"):
+    with pytest.raises(RuleError, match="different meshes") as caught:
         a + b
-    with pytest.raises(RuleError, match="different meshes"):
+    assert "redistribute" not in str(caught.value)  # nothing goes from a mesh to its slice
+    with pytest.raises(RuleError, match=r"other\.full_tensor\(\)"):
         a * b.sum()  # its gradient would have to come back
+    with pytest.raises(RuleError, match=r"self\.full_tensor\(\)"):
+        b.sum() * a
+    one, two = (nn.Parameter(_VALUES[name].clone()) for name in "ab")
+    for x, y, number in ((a, b, b.sum().full_tensor()), (one, two, two.sum())):
+        (x * number + y.square().sum().detach()).square().sum().backward()
+    close(a.grad, one.grad)
+    close(b.grad, two.grad)
     with pytest.raises(RuleError, match="different meshes"):
         a.detach().copy_(b.detach())
     largest = a.detach().amax()

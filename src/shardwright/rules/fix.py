@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
@@ -105,8 +106,11 @@ def code(placement: Placement) -> str:
 def onto_one_mesh(call: Call, layouts: Sequence[Layout], mesh: MeshShape) -> tuple[Fix, ...] | None:
     """The operands that live on other meshes, redistributed onto `mesh`, with which the call was propagated.
 
-    Tried: placed like the operand of the same shape that is there; whole. Returns: None if neither will do.
+    Tried: placed like the operand of the same shape that is there; whole. A number may be a plain tensor.
+    Returns: None if neither will do, or where one mesh is of some ranks of the other: nothing goes there.
     """
+    if any(_is_part(x.mesh_shape, mesh) for x in layouts if prod(x.shape) != 1):
+        return None
     there = [layout for layout in layouts if layout.mesh_shape == mesh]
     names = operand_names(call)
     for like in (True, False):
@@ -121,6 +125,12 @@ def onto_one_mesh(call: Call, layouts: Sequence[Layout], mesh: MeshShape) -> tup
     return None
 
 
+def _is_part(one: MeshShape, other: MeshShape) -> bool:
+    """Is one of them of some ranks of the other, as a slice is?"""
+    here, there = set(one.ranks), set(other.ranks)
+    return here < there or there < here
+
+
 def _on_mesh(layout: Layout, mesh: MeshShape, there: list[Layout], *, like: bool) -> Layout:
     same = [x.placements for x in there if x.shape == layout.shape and not x.pending_axes]
     placements = same[0] if same and like else (_REPLICATE,) * len(mesh.axes)
@@ -128,6 +138,9 @@ def _on_mesh(layout: Layout, mesh: MeshShape, there: list[Layout], *, like: bool
 
 
 def _moved_mesh(operand: int, name: str, first: str, have: Layout, want: Layout) -> Fix:
+    if prod(have.shape) == 1:
+        whole = have.with_placements((_REPLICATE,) * len(have.axes))
+        return Fix(operand, name, want, f"{name}.full_tensor()", plan_redistribution(have, whole).total_bytes)
     cost = plan_redistribution(have, want).total_bytes
     listed = mapping_code(dict(zip(want.axes, want.placements, strict=True)))
     return Fix(operand, name, want, f"{name}.redistribute({first}.device_mesh, {listed})", cost)

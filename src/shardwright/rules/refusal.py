@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement
@@ -41,7 +42,7 @@ def meshes_text(call: Call, layouts: Sequence[Layout]) -> str:
     """Why operands on different meshes have no common rule, and how to bring them onto one."""
     names = operand_names(call)
     said = {name: f"{layout} on {layout.mesh_shape!r}" for name, layout in zip(names, layouts, strict=True)}
-    home = layouts[0].mesh_shape
+    home = next((x for x in layouts if prod(x.shape) != 1), layouts[0]).mesh_shape  # numbers go to others
     marks = {
         name: "on another mesh"
         for name, layout in zip(names, layouts, strict=True)
