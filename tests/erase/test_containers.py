@@ -314,6 +314,16 @@ def test_one_list_or_object_at_two_places_is_not_two():
     assert fast.report().replays == 4
 
 
+@pytest.mark.parametrize("made", [lambda x: [x], lambda x: _Own(x, 1.0)])
+def test_a_list_or_object_that_the_program_holds_is_told_from_an_equal_one(made):
+    x = torch.ones(4)
+    held = {"first": made(x)}
+    fast = sw.erase(lambda given: x * (2 if given is held["first"] else 3))
+    for turn in range(6):
+        assert torch.equal(fast(held["first"] if turn % 2 else made(x)), x * (2 if turn % 2 else 3))
+    assert fast.report().replays == 4
+
+
 def test_objects_that_a_call_changes_are_those_that_were_given():
     def program(b):
         b.x, b.more = b.x * 2, [b.x]

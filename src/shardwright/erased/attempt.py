@@ -74,6 +74,7 @@ class Attempt:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call's own result."""
         with DisableTorchFunctionSubclass():
+            self.structure = taken_apart((args, kwargs))[1]
             self.cut = Cut.of(args, kwargs)
             self.leaves = [self.cut.stands_for(leaf) for leaf in self.leaves]
             self.world.reach(getattr(self.function, "__name__", type(self.function).__name__), self.function)

@@ -7,8 +7,8 @@ is put into the lists that were given.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Self
 
@@ -31,12 +31,14 @@ class Structure:
 
     keys: classes and signs of the keys of dicts: `1`, `1.0` and `True` are one key to a dict.
     shared: of lists, dicts and objects which stand there twice; none where none does.
+    nodes: these themselves, by `id`, and no part of how they lie.
     """
 
     tree: Any
     keys: tuple[Any, ...]
     objects: tuple[tuple[int, _Object], ...]
     shared: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = field(default=(), compare=False)
 
     def put_together(self, leaves: Sequence[Any], before: Any = None) -> Any:
         """What has these leaves. before: with these objects in it where all leaves of one are the same."""
@@ -127,14 +129,16 @@ def is_whole(x: Any) -> bool:
 def taken_apart(tree: Any) -> tuple[list[Any], Structure]:
     """Leaves and structure."""
     nodes: list[int] = []
-    leaves, structure = _apart(tree, _DEEPEST, nodes)
-    if len(set(nodes)) < len(nodes):
-        structure = replace(structure, shared=tuple(map(nodes.index, nodes)))
-    return leaves, structure
+    leaves, lies = _apart(tree, _DEEPEST, nodes)
+    shared = tuple(map(nodes.index, nodes)) if len(set(nodes)) < len(nodes) else ()
+    return leaves, Structure(*lies, shared, tuple(nodes))
 
 
-def _apart(tree: Any, deep: int, nodes: list[int]) -> tuple[list[Any], Structure]:
-    """The same. deep: how many objects may stand in one another. nodes: gets each list, dict and object."""
+def _apart(tree: Any, deep: int, nodes: list[int]) -> tuple[list[Any], tuple[Any, Any, Any]]:
+    """Leaves, and what makes a `Structure`.
+
+    Args: deep: how many objects may stand in one another. nodes: gets each list, dict and object.
+    """
     keys: list[Any] = []
 
     def look(x: Any) -> bool:
@@ -151,7 +155,7 @@ def _apart(tree: Any, deep: int, nodes: list[int]) -> tuple[list[Any], Structure
         inside = _opened(x, deep, nodes)
         leaves += [x] if inside is None else inside[0]
         objects += [] if inside is None else [(place, inside[1])]
-    return leaves, Structure(spec, tuple(keys), tuple(objects))
+    return leaves, (spec, tuple(keys), tuple(objects))
 
 
 def _opened(x: Any, deep: int, nodes: list[int]) -> tuple[list[Any], _Object] | None:
@@ -159,17 +163,23 @@ def _opened(x: Any, deep: int, nodes: list[int]) -> tuple[list[Any], _Object] | 
     if type(x) in _LEAVES or not deep or isinstance(x, torch.Tensor) or (state := state_of(x)) is None:
         return None
     inside = [id(x)]
-    leaves, structure = _apart((*state.values(),), deep - 1, inside)
+    leaves, lies = _apart((*state.values(),), deep - 1, inside)
     if not is_a_batch(leaves):
         return None
     nodes += inside
-    return leaves, _Object(type(x), tuple(state), structure)
+    return leaves, _Object(type(x), tuple(state), Structure(*lies))
 
 
 def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
     """The same lists, dicts and objects of other leaves; the very ones where no leaf is another."""
     before, structure = taken_apart(tree)
     return tree if all(map(_is, leaves, before)) else structure.put_together(leaves, tree)
+
+
+def held_among(structure: Any, held: Container[int]) -> tuple[tuple[int, int], ...]:
+    """Which lists, dicts and objects of a tree are these very ones."""
+    nodes = structure.nodes if isinstance(structure, Structure) else ()
+    return tuple([(place, node) for place, node in enumerate(nodes) if node in held])
 
 
 def nodes_of(tree: Any, deep: int = _DEEPEST) -> list[Any]:

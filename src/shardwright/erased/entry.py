@@ -11,6 +11,7 @@ import torch
 from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, is_batch_of_gradients, version_of, view_again
 from shardwright.erased import given, text
+from shardwright.erased.containers import held_among
 from shardwright.erased.effects import Effects, carry_out
 from shardwright.erased.gradients import hang
 from shardwright.erased.holds import gradient_of
@@ -80,6 +81,7 @@ class Entry:
     """What a recording knows. optimizers, named: see `World`. objects: arguments whose `id` is in its key.
 
     views: the results of these numbers are like these tensors without data, of what is another leaf.
+    held_nodes, given_nodes: lists, dicts and objects that the program holds, and which of them it was given.
     question, answers: what it decides by, of what is there before it runs, and what it said.
     surprises: how many replays went otherwise, less those that did not.
     """
@@ -98,6 +100,8 @@ class Entry:
     given_offsets: tuple[int, ...] | None
     held_storages: frozenset[int]
     given_held: tuple[Any, ...]
+    held_nodes: frozenset[int]
+    given_nodes: tuple[tuple[int, int], ...]
     given_gradients: tuple[tuple[int, Any], ...]
     autocast: tuple[str, ...]
     backward: Backward | None = None
@@ -110,8 +114,10 @@ class Entry:
     def __post_init__(self) -> None:
         self.readers = tuple(_reader(self.program, number) for number in self.program.takes)
 
-    def holds(self, leaves: list[Any]) -> bool:
+    def holds(self, leaves: list[Any], structure: Any) -> bool:
         """May this call be a replay?"""
+        if held_among(structure, self.held_nodes) != self.given_nodes:
+            return False
         if self.given_offsets is not None and given.offsets(leaves) != self.given_offsets:
             return False
         if any(gradient_of(leaves[place]) != kind for place, kind in self.given_gradients):

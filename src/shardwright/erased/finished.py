@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.erased import given, holds
+from shardwright.erased.containers import held_among
 from shardwright.erased.effects import Effects
 from shardwright.erased.entry import Backward, Entry, Leaf, View, overlap
 from shardwright.erased.gradients import Gradients
@@ -15,7 +16,7 @@ from shardwright.erased.program import Program, program_of
 from shardwright.erased.rates import followed_facts
 from shardwright.erased.refuse import NOT_REPEATED, Refusal
 from shardwright.erased.results import Result
-from shardwright.erased.walk import local_of
+from shardwright.erased.walk import SCALARS, local_of
 
 if TYPE_CHECKING:
     from shardwright.erased.attempt import Attempt
@@ -140,6 +141,8 @@ class Finished:
         program = program_of(tape, tape.lines[:lines], gives, whole=True)
         tensors = [x for _, x in attempt.world.tensors]
         storages = frozenset(map(given.storage_of, tensors))
+        held = (x for fact in self.facts for x in (fact.holder, fact.value))
+        nodes = frozenset(id(x) for x in held if not isinstance(x, _IMMUTABLE))
         truths = attempt.recording.truths
         asked = {id(line) for _, lines in truths.values() for line in lines}
         question = program_of(tape, [line for line in tape.lines if id(line) in asked], [*truths])
@@ -162,6 +165,8 @@ class Finished:
                 given_offsets=given.offsets(attempt.leaves) if places else None,
                 held_storages=storages,
                 given_held=overlap(attempt.leaves, storages),
+                held_nodes=nodes,
+                given_nodes=held_among(attempt.structure, nodes),
                 given_gradients=self.given_gradients,
                 autocast=attempt.autocast,
                 backward=backward,
@@ -170,6 +175,9 @@ class Finished:
                 named=frozenset(attempt.world.named),
             )
         )
+
+
+_IMMUTABLE = (tuple, torch.Tensor, *SCALARS)
 
 
 def _names_places(programs: Sequence[Program], named: set[str]) -> bool:

@@ -66,7 +66,7 @@ class Erased:
             return _without_forms(self._as_it_is(args, kwargs, why), leaves)
         with DisableTorchFunctionSubclass():
             key = structure, surroundings.flags(), given.signature(leaves)
-            entry = next((each for each in self._entries.get(key, ()) if each.holds(leaves)), None)
+            entry = next((each for each in self._entries.get(key, ()) if each.holds(leaves, structure)), None)
             went = None if entry is None else self._replayed(entry, leaves)
         if entry is None or went is None:
             return _without_forms(self._record(key, leaves, args, kwargs), leaves)
