@@ -1,4 +1,4 @@
-"""Compiled programs that meet several sizes: values and gradients of one device, one graph per size."""
+"""Compiled programs that meet several sizes: values and gradients of one device, in few graphs."""
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +69,10 @@ _WAYS = {
 }
 
 
+# The second size makes a dim a symbol. Where rows are cut, what is cheapest depends on how many there are.
+_GRAPHS = {"from_local": 3, "from_local by name": 2, "an input": 3, "torch's styles": 2}
+
+
 def _full(x):
     return x.full_tensor() if isinstance(x, sw.DTensor) else x
 
@@ -94,13 +98,54 @@ def _like_one_device(way, backend, sizes, graphs):
 
 
 def _ways(backend, sizes):
-    for way in _WAYS.values():
-        _like_one_device(way, backend, sizes, len(set(sizes)))
+    for name, way in _WAYS.items():
+        _like_one_device(way, backend, sizes, _GRAPHS[name])
 
 
 @pytest.mark.parametrize("backend", only(["eager"], ["eager", "aot_eager"]))
-def test_each_size_of_batch_has_one_graph(ranks, backend):
+def test_sizes_of_a_batch_share_a_graph_where_they_decide_nothing(ranks, backend):
     ranks(2, _ways, backend, _SIZES, timeout=170)
+
+
+def _rows(mesh, backend):
+    """Rows that are cut, in any number: of 7 the ranks have 4 and 3."""
+    model = sw.distribute_module(_mlp(), mesh, {})
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+
+    def step(x):
+        rows = sw.distribute_tensor(x, mesh, [sw.Shard(0)])
+        torch._dynamo.mark_dynamic(rows, 0)
+        return compiled(rows)
+
+    return model, step
+
+
+def _marked():
+    _like_one_device(_rows, "aot_eager", (8, 12, 7), 1)
+
+
+def test_a_marked_dim_has_one_graph_for_all_sizes(ranks):
+    """It was an error of Dynamo about a constant."""
+    ranks(2, _marked, timeout=120)
+
+
+def _asked_in_the_backward():
+    """A reversal of the cut dim is decided by sizes."""
+    torch._dynamo.reset()
+    mesh, counter = rank_mesh((2,), ("tp",)), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: torch.flip(x * x.shape[0], (0,)).square().cos().sum(), backend=counter)
+    for n in (4, 6, 8):
+        whole = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).requires_grad_()
+        x = sw.distribute_tensor(whole.detach(), mesh, [sw.Shard(0)]).requires_grad_()
+        wanted, got = (torch.flip(whole * n, (0,)).square().cos().sum(), compiled(x))
+        torch.testing.assert_close(got.full_tensor(), wanted)
+        wanted.backward()
+        got.backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+
+
+def test_a_size_that_a_graph_asks_for_is_guarded(ranks):
+    ranks(2, _asked_in_the_backward, timeout=120)
 
 
 def _by_inductor():

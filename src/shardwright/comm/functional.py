@@ -25,6 +25,7 @@ from shardwright.comm.record import Sending, recording
 from shardwright.comm.uncounted import is_counted
 from shardwright.compat import below_autograd
 from shardwright.compat.graph_order import kept
+from shardwright.compat.symbols import hint, hints
 
 _ops = torch.ops._c10d_functional
 
@@ -36,7 +37,11 @@ Told = tuple[ProcessGroup, str, str]
 def _sending(told: Told, op: str, x: Tensor, sent: int) -> Sending:
     """The block that makes one call of the process group, for the record."""
     _, axis, reason = told
-    return Sending(op, axis=axis, bytes_sent=sent, reason=reason, shape=tuple(x.shape), dtype=x.dtype)
+    return Sending(op, axis=axis, bytes_sent=hint(sent), reason=reason, shape=hints(x.shape), dtype=x.dtype)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()  # torch's `nbytes` knows no symbols
 
 
 def exchange_rows(
@@ -140,9 +145,12 @@ def _start_reduction(x: Tensor, op: str, told: Told) -> Callable[[], Tensor]:
         return lambda: finished
     n = told[0].size()
     native = "sum" if op == "avg" else op
-    sent = 2 * (n - 1) * x.nbytes // n
     name = told[0].group_name
-    with _sending(told, "all_reduce", x, sent) if record.on and recording() else nullcontext():
+    with (
+        _sending(told, "all_reduce", x, 2 * (n - 1) * _bytes(x) // n)
+        if record.on and recording()
+        else nullcontext()
+    ):
         if torch.compiler.is_compiling():
             whole = kept(lambda given: _ops.all_reduce(given, native, name), x.contiguous())
             return lambda: whole.div(n) if op == "avg" else whole
@@ -202,7 +210,7 @@ def gather_equal(x: Tensor, told: Told) -> Tensor:
     group = told[0]
     n = group.size()
     name = group.group_name
-    with _sending(told, "all_gather", x, (n - 1) * x.nbytes) if record.on and recording() else nullcontext():
+    with _sending(told, "all_gather", x, (n - 1) * _bytes(x)) if record.on and recording() else nullcontext():
         if torch.compiler.is_compiling():
             return kept(lambda given: _ops.all_gather_into_tensor(given, n, name), x)
         with below_autograd():

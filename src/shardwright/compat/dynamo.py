@@ -47,9 +47,32 @@ def _allow(functions: Sequence[Callable[..., Any]], told: Callable[[Sequence[Any
     for function in functions:
         torch.compiler.allow_in_graph(function)
     _run_as_they_are()
+    _guard_sizes(sys.modules["torch._dynamo.guards"])
     _tell_of_results(sys.modules["torch._functorch._aot_autograd.runtime_wrappers"].AOTDispatchAutograd, told)
     if not hasattr(torch.compiler, "_compile_session_context"):
         _say_what_compiles(sys.modules["torch._dynamo.convert_frame"])
+
+
+def _guard_sizes(guards: Any) -> None:
+    """Let a graph ask our specs for the sizes that it holds for alone.
+
+    Of a DTensor torch guards what lies on this rank, and of its logical sizes only what is still a symbol.
+    """
+    builder, concrete = guards.GuardBuilder, guards.convert_to_concrete_values
+    ask = builder.DTENSOR_SPEC_MATCH
+
+    @wraps(ask)
+    def asks(self: Any, guard: Any) -> None:
+        asked_by = getattr(self.get(guard), "asked_by_graph", None)
+        if asked_by is None:
+            ask(self, guard)
+            return
+        known = self.check_fn_manager.output_graph.input_source_to_sizes_strides
+        fits = asked_by(concrete(known[guard.originating_source.base]["size"]))
+        code = guards.get_verbose_code_parts(f"__sizes_of_spec_{id(fits)}", guard)
+        self.get_guard_manager(guard).add_lambda_guard(fits, code, guard.user_stack)
+
+    builder.DTENSOR_SPEC_MATCH = asks
 
 
 def _tell_of_results(maker: Any, told: Callable[[Sequence[Any]], None]) -> None:
@@ -57,6 +80,7 @@ def _tell_of_results(maker: Any, told: Callable[[Sequence[Any]], None]) -> None:
 
     def post_compile(*args: Any, **kwargs: Any) -> Any:
         graph = finish(*args, **kwargs)
+        _Numbers.asked = False
 
         @wraps(graph)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -67,6 +91,31 @@ def _tell_of_results(maker: Any, told: Callable[[Sequence[Any]], None]) -> None:
         return run
 
     maker.post_compile = staticmethod(post_compile)
+
+
+class _Numbers:
+    """asked: while a graph is traced again, for numbers."""
+
+    asked = False
+
+
+def with_numbers() -> bool:
+    """Is the graph that is traced one for numbers alone, as its backward asks for them?"""
+    return _Numbers.asked
+
+
+def trace_again_with_numbers(sizes: Sequence[Any]) -> None:
+    """In a backward that is traced: begin anew, with numbers from the start. Elsewhere nothing.
+
+    Torch parts a graph by the symbols that its backward reads, and fails where they became numbers there.
+    """
+    left = any(isinstance(size, torch.SymInt) and not size.node.expr.is_number for size in sizes)
+    if left and torch._C._current_graph_task_id() != -1:
+        _Numbers.asked = True
+        errors = sys.modules["torch._dynamo.exc"]
+        # Of the first kind passes through what makes graphs, of the second has Dynamo forget what it foresaw.
+        kinds = errors.TensorifyScalarRestartAnalysis, errors.UnspecializeRestartAnalysis
+        raise type("TraceAgain", kinds, {})(restart_reason="a backward asks for sizes")
 
 
 def read_in_backward(node: Any, place: int, lay_out: Callable[[Any], Any]) -> None:

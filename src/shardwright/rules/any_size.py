@@ -71,14 +71,33 @@ def for_any_size(
     outputs: tuple[Layout | None, ...],
 ) -> AnySize | None:
     """The decision without its sizes; None where it depends on them."""
-    if not choice.any_size or not _looks_at_no_size(equation) or len({x.order for x in layouts}) > 1:
+    if not choice.any_size or not all(rule.any_size for rule in registry.rules_of(call.op)):
         return None
-    if not all(rule.any_size for rule in registry.rules_of(call.op)):
+    return same_way(call, layouts, equation, inputs, outputs, constants=False)
+
+
+def same_way(
+    call: Call,
+    layouts: tuple[Layout, ...],
+    equation: Equation,
+    inputs: tuple[Layout, ...],
+    outputs: tuple[Layout | None, ...],
+    *,
+    constants: bool = True,
+) -> AnySize | None:
+    """The same equation, cut in the same way, for other sizes where it is chosen; None where they matter.
+
+    constants: what shows no label of an operand is as long as it is here, which is for the caller to see.
+    """
+    stated = equation.formula
+    if stated.strides or stated.prefix or stated.even or equation.grouped or (stated.ints and not constants):
+        return None
+    if len({x.order for x in layouts}) > 1:
         return None
     kinds = [layout.kind for layout in (*layouts, *inputs)]
     places = _places(equation)
     results = [
-        None if output is None or slot is None else _result(slot, output, layouts, places)
+        None if output is None or slot is None else _result(slot, output, layouts, places, constants)
         for slot, output in zip(equation.results, outputs, strict=True)
     ]
     unknown = any(form is None and output is not None for form, output in zip(results, outputs, strict=True))
@@ -90,15 +109,12 @@ def for_any_size(
         if have != want and want.kind is not None
     )
     equal = tuple((group[0], other) for group in places.values() for other in group[1:])
-    arguments = tuple((name, _known([_size(dim, places) for dim in dims])) for name, dims in equation.shapes)
+    arguments = tuple(
+        (name, _known([_size(dim, places, False) for dim in dims])) for name, dims in equation.shapes
+    )
     form = AnySize(moved, tuple(results), equal, arguments)
     given = [call.arg(name) for name, _ in arguments]
     return form if form.fits([layout.shape for layout in layouts], given) else None
-
-
-def _looks_at_no_size(equation: Equation) -> bool:
-    stated = equation.formula
-    return not (stated.ints or stated.strides or stated.prefix or stated.even or equation.grouped)
 
 
 def _places(equation: Equation) -> dict[int, list[Place]]:
@@ -113,9 +129,9 @@ def _places(equation: Equation) -> dict[int, list[Place]]:
 
 
 def _result(
-    slot: Slot, output: Layout, layouts: tuple[Layout, ...], places: dict[int, list[Place]]
+    slot: Slot, output: Layout, layouts: tuple[Layout, ...], places: dict[int, list[Place]], constants: bool
 ) -> ResultForm | None:
-    sizes = [_size(dim, places) for dim in slot.dims]
+    sizes = [_size(dim, places, constants) for dim in slot.dims]
     known = _known(sizes)
     if output.kind is None or len(known) < len(sizes):
         return None
@@ -128,11 +144,11 @@ def _known(sizes: list[Place | int | None]) -> tuple[Place | int, ...]:
     return tuple(size for size in sizes if size is not None)
 
 
-def _size(dim: Dim, places: dict[int, list[Place]]) -> Place | int | None:
+def _size(dim: Dim, places: dict[int, list[Place]], constants: bool) -> Place | int | None:
     factor = dim.factors[0]
     if factor.label >= 0:
-        return places[factor.label][0] if factor.label in places else None
-    return factor.size if factor.size < 2 and factor.label != UNTOLD else None
+        return places[factor.label][0] if factor.label in places else factor.size if constants else None
+    return factor.size if constants or (factor.size < 2 and factor.label != UNTOLD) else None
 
 
 def _shows(operand: int, slot: Slot, places: dict[int, list[Place]]) -> bool:

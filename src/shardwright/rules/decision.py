@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -116,6 +116,7 @@ class Decision:
             to be brought back to the layout that the operand has.
         local: what ranks call in place of the op; None: the op itself.
         any_size: the same decision for tensors of other sizes; None where it depends on them.
+        same_way: gives what `any_size` is where other sizes choose the same way.
     """
 
     inputs: tuple[Layout, ...]
@@ -128,6 +129,7 @@ class Decision:
     rewrites: tuple[int, ...] = ()
     local: LocalCall | None = None
     any_size: AnySize | None = field(default=None, compare=False, repr=False)
+    same_way: Callable[[], AnySize | None] = field(default=lambda: None, compare=False, repr=False)
 
     def local_args(self, coords: tuple[int, ...]) -> dict[str, object]:
         """Schema arguments by name whose local value differs, for these coords; {} for most ops."""

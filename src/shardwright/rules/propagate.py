@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -10,7 +11,7 @@ from shardwright.errors import RuleError
 from shardwright.layout.arrangement import conflicts
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Placement
-from shardwright.rules.any_size import for_any_size
+from shardwright.rules.any_size import for_any_size, same_way
 from shardwright.rules.binding import bind
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.candidates import REPLICATE
@@ -155,6 +156,7 @@ def decide(
         rewrites=rewrites,
         local=_local_call(equation, layouts[0].sizes, order, choice),
         any_size=for_any_size(call, layouts, equation, choice, inputs, outputs),
+        same_way=partial(same_way, call, layouts, equation, inputs, outputs),
     )
 
 

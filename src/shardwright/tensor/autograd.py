@@ -23,6 +23,7 @@ from shardwright.placement.base import Pending
 from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.graph_spec import GraphSpec
 from shardwright.tensor.local_use import gradient_inside, kept_spec, of_this_rank, restored
 from shardwright.tensor.move import move_asked, move_to_spec
 from shardwright.tensor.spec import Spec, Token, finished, spec_of, with_dtype
@@ -87,20 +88,23 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, layout: Layout, mesh: DeviceMesh, grad_layout: Layout
+        ctx: Any, local: torch.Tensor, layout: Layout | Spec, mesh: DeviceMesh, grad_layout: Layout
     ) -> torch.Tensor:
         ctx.grad_layout, ctx.mesh = grad_layout, mesh
         ctx.set_materialize_grads(False)
-        return adopted(local, spec_of(layout, mesh))
+        return adopted(local, layout if isinstance(layout, Spec) else spec_of(layout, mesh))
 
     @staticmethod
     @one_by_one
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         if grad is None:
             return None, None, None, None
-        target = grad._spec.layout.with_placements(
-            ctx.grad_layout.placements, order=ctx.grad_layout.order_names
-        )
+        own, wanted = grad._spec, ctx.grad_layout
+        if isinstance(own, GraphSpec) and not differentiated(grad):
+            spec = own.placed(lambda x: x.with_placements(wanted.placements, order=wanted.order_names))
+            local = move_to_spec(grad, spec, reason="gradient of from_local")
+            return _own_part(local, grad), None, None, None
+        target = own.layout.with_placements(wanted.placements, order=wanted.order_names)
         if differentiated(grad):
             moved = redistributed(grad, target, grad.device_mesh)
             return to_local(moved, finished(target)), None, None, None
@@ -118,7 +122,7 @@ class ToLocal(torch.autograd.Function):
     """DTensor -> local tensor. Backward: the local gradient is a DTensor of `grad_layout`."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, grad_layout: Layout) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor, grad_layout: Layout | Spec) -> torch.Tensor:
         ctx.grad_layout, ctx.mesh = grad_layout, x.device_mesh
         ctx.set_materialize_grads(False)
         up_to_date(x)
@@ -129,10 +133,17 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if grad is None:
             return None, None
-        layout = with_dtype(ctx.grad_layout, grad.dtype)
+        if isinstance(ctx.grad_layout, GraphSpec) and not differentiated(grad):
+            spec = ctx.grad_layout.placed(lambda x: with_dtype(x, grad.dtype))
+            return wrap_gradient(grad, spec, grad), None
+        layout = with_dtype(_numbers(ctx.grad_layout), grad.dtype)
         if differentiated(grad):
             return apply(FromLocal, grad, layout, ctx.mesh, finished(layout)), None
         return wrap_gradient(grad, spec_of(layout, ctx.mesh), grad), None
+
+
+def _numbers(described: Layout | Spec) -> Layout:
+    return described.layout if isinstance(described, Spec) else described
 
 
 def wrap_gradient(local: torch.Tensor, spec: Spec, came: torch.Tensor) -> DTensor:
@@ -152,7 +163,7 @@ def _own_part(local: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
     return local.clone() if is_same and is_held_elsewhere(came) else local
 
 
-def to_local(x: DTensor, grad_layout: Layout) -> torch.Tensor:
+def to_local(x: DTensor, grad_layout: Layout | Spec) -> torch.Tensor:
     """The local tensor of `x`, which needs a gradient; the gradient has `grad_layout`."""
     local: torch.Tensor = apply(ToLocal, x, grad_layout)
     return local
@@ -163,7 +174,8 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: Spec) -> torch.Tensor:
-        ctx.source = x._spec.token
+        spec = x._spec
+        ctx.source = spec if type(spec) is GraphSpec else spec.token
         ctx.set_materialize_grads(False)
         up_to_date(x)
         local = move_to_spec(x, target, reason="redistribute")
@@ -176,7 +188,8 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None]:
         if grad is None:
             return None, None
-        target = gradient_spec(ctx.source, grad._spec.token)
+        known, spec = ctx.source, grad._spec
+        target = gradient_spec(known, spec.token) if type(known) is Token else gradient_of(known, grad)
         if differentiated(grad):
             return apply(Redistribute, grad, target), None
         local = move_to_spec(grad, target, reason="gradient of redistribute")
@@ -186,7 +199,22 @@ class Redistribute(torch.autograd.Function):
 def redistributed(x: DTensor, target: Layout, mesh: DeviceMesh) -> DTensor:
     """`x` in a layout on a mesh, its own or another one: differentiable."""
     use = x._spec.use if mesh == x.device_mesh else None
+    if isinstance(x._spec, GraphSpec) and mesh == x.device_mesh:
+        return apply(Redistribute, x, x._spec.placed(lambda _: target))
     return apply(Redistribute, x, spec_of(target, mesh, use))
+
+
+def known_by(x: DTensor) -> Any:
+    """What tells `gradient_of` the layout of `x`."""
+    return x._spec if isinstance(x._spec, GraphSpec) else x._spec.token
+
+
+def gradient_of(source: Any, gradient: DTensor) -> Spec:
+    """What a gradient becomes for a value that is `known_by` this."""
+    spec = gradient._spec
+    if isinstance(spec, GraphSpec) and isinstance(source, GraphSpec):
+        return spec.placed(lambda own: acceptable_gradient(source.shown.layout, own))
+    return gradient_spec(source.fix().token if isinstance(source, GraphSpec) else source, spec.token)
 
 
 @remembered(16384)
@@ -206,7 +234,7 @@ class Adopt(Redistribute):
     @staticmethod
     def forward(ctx: Any, x: TorchDTensor) -> torch.Tensor:  # type: ignore[override]
         ours = as_ours(x)
-        ctx.source = ours._spec.token
+        ctx.source = known_by(ours)
         ctx.set_materialize_grads(False)
         return ours
 

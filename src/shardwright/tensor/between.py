@@ -32,8 +32,9 @@ def layout_on(
         mesh, which is another one on every rank. PlanError: between meshes in a traced graph.
     """
     if mesh == x.device_mesh:
-        resolved, kept = resolve_placements(mesh, given, default="layout", own=x._spec.layout)
-        return x._spec.layout.with_placements(resolved, order=order if order is not None else kept)
+        own = x._spec.shown.layout
+        resolved, kept = resolve_placements(mesh, given, default="layout", own=own)
+        return own.with_placements(resolved, order=order if order is not None else kept)
     refuse_between(x._spec.layout, x._local_tensor)
     fault = _fault(x.device_mesh, mesh)
     if fault:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.dtype import bits
 from shardwright.comm.record import because
 from shardwright.compat import mesh_resources, unwrap_if_dead
+from shardwright.compat.symbols import has_symbols, hints
 from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.index.stride import contiguous_stride
 from shardwright.layout.layout import Layout, as_lengths
@@ -22,9 +23,10 @@ from shardwright.tensor.agreed import check_alike, check_stated, cut_by, refuse_
 from shardwright.tensor.algorithms.declared_terms import FromTerms, is_declared
 from shardwright.tensor.autograd import FromLocal, apply
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.graph_spec import of_sizes
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.plain.constants import of_constants
-from shardwright.tensor.spec import coords_of, finished
+from shardwright.tensor.spec import coords_of, finished, spec_of
 
 
 def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -115,6 +117,8 @@ def from_local_in_graph(
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     resolved, order = resolve_placements(mesh, given, default="error")
     refuse_other_kind("from_local: run_check", run_check, bool, LayoutError, fix="True or False")
+    if shape is None and stride is None and not run_check and has_symbols(local.shape):
+        return _from_symbols(local, mesh, resolved, order, grad_placements)
     shape, stride = _logical(shape, stride)
     if run_check and coords_of(mesh) is not None:
         _agree(local, mesh, resolved, shape, stride, order)
@@ -137,6 +141,28 @@ def from_local_in_graph(
     if grad_placements is not None:
         grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
     return apply(FromLocal, unwrap_if_dead(local), layout, mesh, grad_layout)
+
+
+def _from_symbols(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    order: Sequence[str] | None,
+    grad_placements: PlacementsArgument | None,
+) -> DTensor:
+    """As `from_local_in_graph`, of a part whose sizes are symbols of the graph: of them so many times."""
+    own = hints(local.shape)
+    example = torch.empty_strided(own, hints(local.stride()), dtype=local.dtype, device="meta")
+    layout = inferred_layout(example, mesh, placements)
+    if order is not None:
+        layout = layout.with_placements(placements, order=order)
+    times = [whole // part if part else 1 for whole, part in zip(layout.shape, own, strict=True)]
+    sizes = tuple(size * n for size, n in zip(local.shape, times, strict=True))
+    spec = of_sizes(spec_of(layout, mesh), sizes)
+    grad_layout = finished(layout)
+    if grad_placements is not None:
+        grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
+    return apply(FromLocal, unwrap_if_dead(local), spec, mesh, grad_layout)
 
 
 def _logical(shape: Sequence[int] | None, stride: Sequence[int] | None) -> tuple[Any, Any]:

@@ -23,6 +23,7 @@ from shardwright.plan import network
 from shardwright.rules.registry import registry, sources
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.flattened import as_gradient, constants_of, hand_over, spec_again
+from shardwright.tensor.graph_spec import GraphSpec
 from shardwright.tensor.placements import PlacementsArgument, placements_of, resolve_placements
 from shardwright.tensor.spec import Spec, finished, spec_of
 from shardwright.tensor.wrap import REMEMBERED, hand_out, hold_outside, up_to_date, wrap
@@ -38,7 +39,7 @@ class _Above:
     """
 
     from_local: Callable[..., DTensor]
-    to_local: Callable[[DTensor, Layout], torch.Tensor]
+    to_local: Callable[[DTensor, Layout | Spec], torch.Tensor]
     redistribute: Callable[..., DTensor]
     replicated: Callable[[DTensor], DTensor]
     term_of: Callable[[DTensor, torch.Tensor], DTensor | None]
@@ -150,7 +151,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One per axis of the mesh; where they do not apply left to right, they know their order."""
-        return placements_of(self._spec.layout)
+        return placements_of(self._spec.shown.layout)
 
     # -- in and out -----------------------------------------------------------------------------------
 
@@ -208,16 +209,19 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             differentiable = self.requires_grad
         if not torch.is_grad_enabled() or not differentiable:
             if grad_placements is not None:  # what is refused does not depend on whether it is needed
-                resolve_placements(self.device_mesh, grad_placements, default="layout", own=self._spec.layout)
+                own = self._spec.shown.layout
+                resolve_placements(self.device_mesh, grad_placements, default="layout", own=own)
             return self._local_tensor.view_as(self._local_tensor) if differentiable else self._local_tensor
+        own = self._spec.shown.layout
         if grad_placements is None:
-            grad_layout = finished(self._spec.layout) if self._spec.pending else self._spec.layout
+            grad_layout = finished(own) if self._spec.pending else own
         else:
             placements, order = resolve_placements(
-                self.device_mesh, grad_placements, default="layout", own=self._spec.layout
+                self.device_mesh, grad_placements, default="layout", own=own
             )
-            own = self._spec.layout
             grad_layout = own.with_placements(placements, order=own.order_names if order is None else order)
+        if isinstance(self._spec, GraphSpec):
+            return above.to_local(self, self._spec.placed(lambda _: grad_layout))
         return above.to_local(self, grad_layout)
 
     def redistribute(
@@ -283,7 +287,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
         With rules or placements of a program's own it holds for this process: they may be changed.
         """
-        mesh, placements = self.device_mesh, self._spec.layout.placements
+        mesh, placements = self.device_mesh, self._spec.shown.layout.placements
         own = any(not type(p).__module__.startswith(_KNOWN) for p in placements)
         decided = _PROCESS if own or registry.is_changed else sources()
         groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)] if self._spec.coords else []
@@ -292,8 +296,9 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """A compiled backward expects finished gradients of finished values."""
-        target = finished(self._spec.layout)
-        return self if target == self._spec.layout else self.redistribute(placements=target.placements)
+        if not self._spec.pending:
+            return self
+        return self.redistribute(placements=finished(self._spec.shown.layout).placements)
 
     def __coerce_same_metadata_as_tangent__(
         self, flatten_spec: tuple[Any, ...], expected_type: type | None = None

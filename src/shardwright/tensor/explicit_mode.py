@@ -60,11 +60,11 @@ def refuse_moves(op: str, x: DTensor, target: Layout, why: str) -> None:
     """Raise, while `explicit()` is active, for an op that moves an operand to another layout."""
     if not here.explicit:
         return
-    cost = plan_redistribution(x._spec.layout, target).total_bytes
+    cost = plan_redistribution(x._spec.shown.layout, target).total_bytes
     if cost:
         named = ", ".join(f"{a!r}: {p!r}" for a, p in zip(target.axes, target.placements, strict=True))
         raise ImplicitRedistributionError(
             f"{op}: needs an implicit redistribution (explicit mode allows none): {why}\n"
-            f"  operand    {x._spec.layout}   <- must become {target}\n"
+            f"  operand    {x._spec.shown.layout}   <- must become {target}\n"
             f"  fix:  operand.redistribute({{{named}}})     {cost} B over all ranks"
         )

@@ -8,8 +8,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names, current_graph_task_id
+from shardwright.compat.symbols import has_symbols, hints
 from shardwright.layout.layout import Layout
 from shardwright.remember import memo
+from shardwright.tensor.graph_spec import of_sizes
 from shardwright.tensor.spec import Extra, Spec, spec_of
 
 _MANY = 16384
@@ -24,8 +26,8 @@ def spec_again(inner: dict[str, Any], kept: tuple[Any, ...], size: Any, stride: 
     mesh, local = inner.get("device_mesh", mesh), inner["_local_tensor"]
     dtype = local.dtype if isinstance(local, torch.Tensor) else meta.dtype
     sizes = (*size, *stride)
-    if any(type(n) is not int for n in sizes):  # while a graph of any size is traced
-        return _made(mesh, kept, size, stride, dtype)
+    if has_symbols(sizes):  # while a graph of any size is traced
+        return of_sizes(_made(mesh, kept, hints(size), hints(stride), dtype), size, stride)
     key = id(mesh), id(kept), dtype, sizes
     known = _known.get(key)
     if known is None:

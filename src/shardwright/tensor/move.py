@@ -18,10 +18,12 @@ from shardwright.layout.layout import Layout
 from shardwright.plan import network
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import memo
+from shardwright.tensor import graph_moves
 from shardwright.tensor.between import own_coords
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.expanded import base_of, bases, expanded_dims
 from shardwright.tensor.explicit_mode import refuse_moves
+from shardwright.tensor.graph_spec import GraphSpec
 from shardwright.tensor.spec import Spec, Token
 from shardwright.tensor.wrap import up_to_date
 
@@ -35,6 +37,8 @@ def move_asked(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
     `plan_redistribution(sw.layout_of(x), target)` states.
     """
     spec = x._spec
+    if isinstance(spec, GraphSpec):
+        return move_to_spec(x, spec.placed(lambda _: target), reason=reason)
     if spec.layout is target:
         return x._local_tensor
     key = spec.token, target, network.version
@@ -45,6 +49,11 @@ def move_asked(x: DTensor, target: Layout, *, reason: str) -> torch.Tensor:
 def move_to_spec(x: DTensor, target: Spec, *, reason: str) -> torch.Tensor:
     """As `move_asked`, to the layout of a spec, which is found by identity."""
     spec = x._spec
+    if isinstance(target, GraphSpec):
+        local = graph_moves.moved(x, target, reason)
+        if local is not None:
+            return local
+        target = target.fix()
     key = spec.token, target.token, network.version
     road = _roads.get(key)
     return _along(_learnt(key, spec, target.layout) if road is None else road, x, reason)
@@ -125,8 +134,8 @@ def move_operands(
             refuse_moves(op, x, target, why)
     moved = []
     for x, target in wanted:
-        if recording() and x._spec.layout != target:
-            record_decision(op, f"{kind}: {why}", f"{x._spec.layout} -> {target}")
+        if recording() and x._spec.shown.layout != target:
+            record_decision(op, f"{kind}: {why}", f"{x._spec.shown.layout} -> {target}")
         moved.append(move_asked(x, target, reason=f"{op}: {why}"))
     return moved
 

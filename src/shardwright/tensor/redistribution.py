@@ -18,9 +18,17 @@ from shardwright.compat import (
 from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.placement.base import Placement
 from shardwright.remember import memo
-from shardwright.tensor.autograd import Redistribute, apply, gradient_spec, one_by_one, redistributed
+from shardwright.tensor.autograd import (
+    Redistribute,
+    apply,
+    gradient_spec,
+    known_by,
+    one_by_one,
+    redistributed,
+)
 from shardwright.tensor.between import layout_on
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.graph_spec import GraphSpec, of_sizes
 from shardwright.tensor.placements import TORCHS, PlacementsArgument, mesh_and_placements
 from shardwright.tensor.spec import Spec, Token, spec_of
 from shardwright.tensor.wrap import knots, wrap
@@ -40,7 +48,10 @@ def redistribute(
     if forward_dtype is None and backward_dtype is None and order is None and not async_op:
         known = _known_target(x, mesh, placements)
         if known is not None:
-            return unmoved(x) if known.token is x._spec.plain.token else apply(Redistribute, x, known)
+            if known.token is x._spec.shown.token:
+                return unmoved(x)
+            spec = x._spec
+            return apply(Redistribute, x, of_sizes(known, spec.sizes) if type(spec) is GraphSpec else known)
     refuse_other_kind("redistribute: async_op", async_op, bool, LayoutError, fix="True or False")
     for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
         if dtype is not None:
@@ -59,8 +70,8 @@ def redistribute(
 
 def replicated(x: DTensor) -> DTensor:
     """The same tensor, whole and finished on every rank."""
-    target = x._spec.layout.replicated()
-    if target == x._spec.layout:
+    target = x._spec.shown.layout.replicated()
+    if target == x._spec.shown.layout:
         return x
     return redistributed(x, target, x.device_mesh)
 
@@ -71,7 +82,7 @@ def _known_target(x: DTensor, mesh: Any, placements: Any) -> Spec | None:
     None: on another mesh, of another kind of argument, or in an order of its own: a full look must tell.
     Args: as `redistribute` got them: placements may stand where a mesh may.
     """
-    spec = x._spec
+    spec = x._spec.shown
     if placements is None:
         given = mesh
     elif mesh is None or mesh is spec.mesh:
@@ -100,7 +111,7 @@ _targets: dict[tuple[Any, ...], Spec] = memo("targets of redistributions", {})
 
 
 def _new_target(key: tuple[Any, ...], x: DTensor, given: Any) -> Spec:
-    spec = x._spec
+    spec = x._spec.shown
     if type(given) is dict or len(given) != len(spec.placements):
         layout = layout_on(x, spec.mesh, given)
     else:
@@ -148,7 +159,7 @@ class _Same(Redistribute):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.source = x._spec.token
+        ctx.source = known_by(x)
         ctx.set_materialize_grads(False)
         local = x._local_tensor
         return wrap(local.view_as(local), x._spec)

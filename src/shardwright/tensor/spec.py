@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -138,6 +138,7 @@ class Spec(DTensorSpec):
     token: Token
     pending: bool  # on some axis
     plain: Spec  # itself, but for `asking`
+    shown: Spec  # itself, but for symbols of a graph: of numbers that stand for any, where none matters
     form: Any  # of `asking`
     placements = _Ordered()
 
@@ -161,7 +162,8 @@ class Spec(DTensorSpec):
         if len(_tokens) >= _MANY_SPECS:
             _tokens.clear()
         fields["token"] = _tokens.setdefault((layout, id(fields["mesh"]), fields["use"]), Token(self))
-        fields["plain"], fields["form"] = self, None
+        fields["plain"] = fields["shown"] = self
+        fields["form"] = None
 
     def asking(self, form: Any = None) -> Spec:
         """The same spec under another token: of a value whose finished form is known, perhaps.
@@ -177,8 +179,21 @@ class Spec(DTensorSpec):
         object.__setattr__(self, name, value)
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:  # noqa: ARG002  torch's signature
-        """What a compiled graph asks of its inputs: the sizes as well, for it holds plans made for these."""
+        """What torch asks of a spec without saying which sizes a graph holds for: all of it."""
         return self == other
+
+    def asked_by_graph(self, sizes: Sequence[int | None]) -> Callable[[Spec], bool]:
+        """What a graph asks of the spec of an input that had this one. sizes: None where it holds for any."""
+        kind = self.plain.kind
+        if kind is None or None not in sizes:
+            return lambda spec: spec == self
+        numbers = [(dim, size) for dim, size in enumerate(sizes) if size is not None]
+
+        def fits(spec: Spec) -> bool:
+            shape = spec.layout.shape
+            return spec.plain.kind is kind and all(shape[dim] == size for dim, size in numbers)
+
+        return fits
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[return-value]

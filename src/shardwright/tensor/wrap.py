@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shardwright.compat import DisableTorchFunctionSubclass, without_modes
+from shardwright.compat import DisableTorchFunctionSubclass, TensorMeta, without_modes
+from shardwright.compat.symbols import has_symbols, hints
 from shardwright.layout.layout import Layout
 from shardwright.layout.of_tensor import layout_of_spec
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
+from shardwright.tensor.graph_spec import of_sizes
 from shardwright.tensor.spec import spec_of
 
 if TYPE_CHECKING:
@@ -141,6 +144,10 @@ def as_ours(x: TorchDTensor) -> DTensor:
     if isinstance(x, CLASSES[0]):
         return cast("DTensor", x)
     spec = x._spec
+    if torch.compiler.is_compiling() and has_symbols(x.shape):
+        meta = TensorMeta(torch.Size(hints(x.shape)), hints(x.stride()), x.dtype)
+        shown = spec_of(layout_of_spec(replace(spec, tensor_meta=meta)), spec.mesh)
+        return wrap(x._local_tensor.detach(), of_sizes(shown, x.shape, x.stride()))
     return wrap(x._local_tensor.detach(), spec_of(layout_of_spec(spec), spec.mesh))
 
 
@@ -148,8 +155,12 @@ def as_replicated(x: torch.Tensor, mesh: DeviceMesh, use: LocalUse | None = None
     """The DTensor that every rank holds whole; not differentiable."""
     if x._is_zerotensor():  # autograd's, without memory: a kernel below this dispatch would read it
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(x.shape), dtype=x.dtype, stride=tuple(x.stride()))
-    return wrap(x.detach(), spec_of(layout, mesh, use))
+    shape, stride = tuple(x.shape), tuple(x.stride())
+    traced = torch.compiler.is_compiling() and has_symbols(shape)
+    numbers = (hints(shape), hints(stride)) if traced else (shape, stride)
+    layout = Layout(mesh, (Replicate(),) * mesh.ndim, numbers[0], dtype=x.dtype, stride=numbers[1])
+    spec = spec_of(layout, mesh, use)
+    return wrap(x.detach(), of_sizes(spec, shape, stride) if traced else spec)
 
 
 def common_use(tensors: Sequence[DTensor]) -> LocalUse | None:

@@ -16,12 +16,19 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import CANNOT_VIEW, modes_on, sharding_of_users, tree_leaves, tree_map_only
-from shardwright.remember import memo
+from shardwright.remember import memo, remembered
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.op import is_view, writes_elements
 from shardwright.tensor import proxies
-from shardwright.tensor.dispatch import memory_order, other_sizes, short, torch_shardings, written_memory
+from shardwright.tensor.dispatch import (
+    graph_sizes,
+    memory_order,
+    other_sizes,
+    short,
+    torch_shardings,
+    written_memory,
+)
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.run import (
@@ -64,11 +71,14 @@ def dispatch(
     Raises: RuleError: the op has no meaning on these layouts; what the single-device op raises.
     Cost: the redistributions that `trace()` shows; none when a rule takes the layouts as they are.
     """
-    if torch.compiler.is_compiling():
-        args, kwargs = tree_map_only(torch.SymInt, int, (args, dict(kwargs)))
     route = _routes.get(func)
     if route is None:
         route = _routes[func] = _whole_route_of(func)
+    if torch.compiler.is_compiling():
+        if graph_sizes.are_symbols(args, kwargs) and handler_of(func) is None:
+            route = _route_of_symbols(func)
+        else:
+            args, kwargs = graph_sizes.as_numbers(args, kwargs)
     copies = write_back.origins.data
     if _modes():
         route = partial(proxies.record, route)
@@ -78,12 +88,17 @@ def dispatch(
     return route(func, args, kwargs)
 
 
-def _whole_route_of(func: Op) -> Handler:
+@remembered(4096)
+def _route_of_symbols(func: Op) -> Handler:
+    return _whole_route_of(func, partial(graph_sizes.call, dispatch_call, _with_plain_tensors))
+
+
+def _whole_route_of(func: Op, route: Handler | None = None) -> Handler:
     """The route of an op, and what stands around it for views and for ops that write.
 
     What is added here is judged by `short.learn` as well: known calls of the extension do not come by.
     """
-    route = _route_of(func)
+    route = _route_of(func) if route is None else route
     name = func._schema.name
     if is_view(func) or name in offsets.OF_ALL_MEMORY:
         there = offsets.begins_there(func)

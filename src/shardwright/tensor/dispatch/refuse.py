@@ -22,7 +22,7 @@ def refuse_implicit(func: Op, args: Args, kwargs: Kwargs, prepared: Prepared, te
     """
     if not explicit_mode.here.explicit:
         return
-    layouts = [t._spec.layout for t in tensors]
+    layouts = [t._spec.shown.layout for t in tensors]
     wanted = list(layouts)
     for move in prepared.moves:
         wanted[move.operand] = move.target

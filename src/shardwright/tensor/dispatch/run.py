@@ -36,7 +36,7 @@ def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[
     """The op's result as DTensors; operands that are written come back as the objects that were given."""
     locals_ = list(map(_local_of, tensors))
     if prepared.moves or prepared.brought_back:
-        _move(prepared, func, args, kwargs, tensors, locals_)
+        move_operands_of(prepared, func, args, kwargs, tensors, locals_)
         for back in prepared.brought_back:
             locals_[back.operand] = _repeating(tensors[back.operand], locals_[back.operand])
         if func._schema.name in LAYS:
@@ -47,7 +47,7 @@ def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[
         out = _nothing(prepared, func, kwargs.get("device"), tensors, locals_)
         _write_nothing(prepared, out, locals_)
     else:
-        local_args, local_kwargs = _local_call(prepared, func, args, kwargs, locals_)
+        local_args, local_kwargs = local_call(prepared, func, args, kwargs, locals_)
         out = (prepared.local or func)(*local_args, **local_kwargs)
     for back in prepared.brought_back:
         _bring_back(func, tensors[back.operand], back.held, locals_[back.operand])
@@ -55,7 +55,7 @@ def run(prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, tensors: list[
         return _wrap_replicated(prepared, out, tensors)
     if not prepared.checked:
         _check(prepared, func, out, all(map(lies_as_said, locals_, tensors)))
-    wrapped = _wrap(prepared, out, tensors)
+    wrapped = wrap_results(prepared, out, tensors)
     if prepared.derived is not None:
         derived.remember(wrapped, prepared.derived, func, args, kwargs, tensors)
     return wrapped
@@ -105,7 +105,7 @@ def only_finishes(prepared: Prepared, tensors: Sequence[DTensor]) -> bool:
     return len(finished) == len(prepared.moves) == sum(x._spec.pending for x in tensors)
 
 
-def _move(
+def move_operands_of(
     prepared: Prepared,
     func: Op,
     args: Args,
@@ -113,6 +113,7 @@ def _move(
     tensors: list[DTensor],
     locals_: list[torch.Tensor],
 ) -> None:
+    """Put the operands of a call that must move where they must be."""
     wanted: list[tuple[DTensor, Layout]] = []  # each once: an operand may stand in two places
     kept: dict[int, DTensor] = {}  # by operand: what is finished for it, and for those that come after it
     moves = []
@@ -127,9 +128,9 @@ def _move(
                 continue
             if form is not None:
                 x = form
-            elif finishes(x._spec.layout, move.target):
+            elif finishes(x._spec.shown.layout, move.target):
                 x = kept[move.operand] = finished_forms.subject(x)
-        target = finished_forms.finished_layout(x._spec.layout) if move.operand in kept else move.target
+        target = finished_forms.finished_layout(x._spec.shown.layout) if move.operand in kept else move.target
         same = [i for i, (other, to) in enumerate(wanted) if other is x and to == target] if wanted else ()
         moves.append((move, same[0] if same else len(wanted)))
         wanted += () if same else ((x, target),)
@@ -147,7 +148,7 @@ def _form_of(
 ) -> DTensor | None:
     """The finished form of an operand that moves, if it is kept or costs little."""
     form = derived.finished(func.name(), x, prepared.reason, refuse)
-    if form is None and finishes(x._spec.layout, move.target):
+    if form is None and finishes(x._spec.shown.layout, move.target):
         form = finished_forms.known(x)
         if form is not None and form._spec.layout.is_placed_as(move.target):
             finished_forms.taken(func.name(), x, form)
@@ -186,7 +187,7 @@ def _repeating(written: DTensor, local: torch.Tensor) -> torch.Tensor:
     return _once(local, repeated).expand(local.shape) if repeated else local
 
 
-def _local_call(
+def local_call(
     prepared: Prepared, func: Op, args: Args, kwargs: Kwargs, locals_: list[torch.Tensor]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of the local call: local tensors for tensors, overridden sizes for sizes."""
@@ -219,7 +220,8 @@ def _substitute(value: Any, remaining: Any) -> Any:
     return value
 
 
-def _wrap(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
+def wrap_results(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
+    """What the local call gave as the results; what it wrote as the operands that were given."""
     specs, written = prepared.results, prepared.written
     if isinstance(out, torch.Tensor):
         if written[0] is not None:

@@ -1,0 +1,190 @@
+"""Calls on tensors whose sizes are symbols of a graph: one graph for all sizes, where sizes decide nothing.
+
+A call is decided for the sizes of the example. What the decision says of other sizes (`rules.any_size`,
+`views.any_size`) then gives the sizes of the results as symbols, and what it asks of sizes (that two are
+equal, that ranks divide one) is asked of symbols: torch guards the answer. What is decided by sizes asks for
+numbers, and the graph holds for these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from shardwright.compat import CANNOT_VIEW, tree_leaves, tree_map_only
+from shardwright.compat.symbols import at, hint
+from shardwright.placement.base import Pending
+from shardwright.rules.any_size import AnySize
+from shardwright.rules.call import Args, Kwargs, Op
+from shardwright.rules.registry import registry
+from shardwright.tensor.dispatch import other_sizes
+from shardwright.tensor.dispatch.asked import Asked
+from shardwright.tensor.dispatch.prepared import Prepared
+from shardwright.tensor.dispatch.run import local_call, move_operands_of, wrap_results
+from shardwright.tensor.dispatch.ways.local_reshape import RESHAPES
+from shardwright.tensor.dispatch.ways.table import decide
+from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.graph_spec import GraphSpec, of_sizes
+from shardwright.tensor.spec import Spec
+from shardwright.tensor.wrap import wrap
+from shardwright.views.any_size import reshape_form
+
+Route = Callable[[Op, Args, Kwargs], Any]
+
+
+def are_symbols(args: Args, kwargs: Kwargs) -> bool:
+    """Has a DTensor among the arguments sizes that are symbols?"""
+    return any(isinstance(x, DTensor) and isinstance(x._spec, GraphSpec) for x in tree_leaves((args, kwargs)))
+
+
+def as_numbers(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments with numbers for symbols, for which alone the graph holds."""
+    for x in tree_leaves((args, dict(kwargs))):
+        if isinstance(x, DTensor) and isinstance(x._spec, GraphSpec):
+            x._spec.fix()
+    numbers: tuple[Args, Kwargs] = tree_map_only(torch.SymInt, int, (args, dict(kwargs)))
+    return numbers
+
+
+def call(otherwise: Route, beside_plain: Callable[..., Any], func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """The call for sizes that are symbols.
+
+    otherwise: how it runs where numbers are asked for. beside_plain: how it does beside plain tensors.
+    """
+    tensors = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
+    if not all(isinstance(x, DTensor) for x in tensors):
+        return beside_plain(func, args, kwargs, tensors)
+    out = _of_any_size(func, args, kwargs, cast("list[DTensor]", tensors))
+    return otherwise(func, *as_numbers(args, kwargs)) if out is NotImplemented else out
+
+
+def _of_any_size(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> Any:
+    if any(0 in x._local_tensor.shape for x in tensors):  # of one that holds nothing the sizes decide
+        return NotImplemented
+    asked = _asked(func, args, kwargs, tensors, [x._spec.shown for x in tensors], hint)
+    decided = decide(asked)
+    if not isinstance(decided, Prepared) or decided.skip or decided.gather_all or decided.brought_back:
+        return NotImplemented
+    if func in RESHAPES and not kwargs and not decided.moves:
+        return _reshaped(func, args, tensors[0], decided)
+    form = decided.any_size
+    if form is None and not (decided.overrides or decided.call or asked.decision.local):
+        of_others = registry.is_changed and not all(rule.any_size for rule in registry.rules_of(func))
+        form = None if of_others else asked.decision.same_way()
+        if form is not None and not _is_chosen_at_any_size(func, args, kwargs, tensors, decided, form):
+            return NotImplemented
+    if form is None or decided.call is not None:
+        return NotImplemented
+    return _run(func, args, kwargs, tensors, decided, form)
+
+
+def _asked(
+    func: Op,
+    args: Args,
+    kwargs: Kwargs,
+    tensors: list[DTensor],
+    specs: Sequence[Spec],
+    number: Callable[[Any], int],
+) -> Asked:
+    """The call on tensors of these specs, with numbers for symbols."""
+    left = iter([wrap(x._local_tensor, spec) for x, spec in zip(tensors, specs, strict=True)])
+    given = tree_map_only(DTensor, lambda _: next(left), (args, dict(kwargs)))
+    given_args, given_kwargs = tree_map_only(torch.SymInt, number, given)
+    examples = [x for x in tree_leaves((given_args, given_kwargs)) if isinstance(x, DTensor)]
+    return Asked(func, given_args, given_kwargs, examples)
+
+
+def _numbers(ranks: int) -> tuple[Callable[[str], int], ...]:
+    """For symbols, by their names: all few, all many, and each another one, all divided by the ranks."""
+    return (
+        lambda _: 2 * ranks,
+        lambda _: ranks << 16,
+        lambda name: ranks * (1009 + 2 * int("0" + "".join(filter(str.isdigit, name)))),
+    )
+
+
+def _at(x: DTensor, number: Callable[[str], int]) -> Spec:
+    return x._spec.at(number) if isinstance(x._spec, GraphSpec) else x._spec
+
+
+def _is_chosen_at_any_size(
+    func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor], decided: Prepared, form: AnySize
+) -> bool:
+    """Do the smallest and the largest sizes, and such of which no two agree, choose the same way?
+
+    A way costs so much more for each element: what is cheapest for both ends is for all that lies between.
+    So ranks whose graphs were made for other examples send the same.
+    """
+    for number in _numbers(tensors[0].device_mesh.size()):
+        specs = [_at(x, number) for x in tensors]
+        other = decide(_asked(func, args, kwargs, tensors, specs, partial(at, number=number)))
+        if not isinstance(other, Prepared) or _way(other) != _way(decided):
+            return False
+        shapes = [spec.layout.shape for spec in specs]
+        pairs = zip(form.results, other.results, strict=True)
+        if any(made and spec and made.shape(shapes) != spec.layout.shape for made, spec in pairs):
+            return False
+    return True
+
+
+def _way(decided: Prepared) -> tuple[Any, ...]:
+    moves = [(move.operand, move.target.placements) for move in decided.moves]
+    results = [spec and spec.layout.placements for spec in decided.results]
+    return decided.reason, moves, results
+
+
+def _run(
+    func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor], decided: Prepared, form: AnySize
+) -> Any:
+    shapes: Any = [tuple(x.shape) for x in tensors]
+    places = {name for name, _ in form.arguments}
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    if not form.fits(shapes, [named[name] for name, _ in form.arguments]):
+        return NotImplemented
+    followed = places | (other_sizes.computed_with(func) if all(map(_takes_numbers, tensors)) else set())
+    if any(_has_symbols(value) for name, value in named.items() if name not in followed):
+        return NotImplemented
+    results = tuple(_result(decided, form, place, shapes) for place in range(len(decided.results)))
+    prepared = replace(decided, results=results)
+    locals_ = [x._local_tensor for x in tensors]
+    if decided.moves:
+        move_operands_of(prepared, func, args, kwargs, tensors, locals_)
+    local_args, local_kwargs = local_call(prepared, func, args, kwargs, locals_)
+    return wrap_results(prepared, (decided.local or func)(*local_args, **local_kwargs), tensors)
+
+
+def _takes_numbers(x: DTensor) -> bool:
+    """Whatever their sign: a largest value may become the least."""
+    return all(p.linear for p in x._spec.shown.layout.placements if isinstance(p, Pending))
+
+
+def _has_symbols(value: Any) -> bool:
+    return any(isinstance(part, torch.SymInt) for part in tree_leaves(value))
+
+
+def _result(decided: Prepared, form: AnySize, place: int, shapes: Sequence[Any]) -> Spec | None:
+    spec, made = decided.results[place], form.results[place]
+    return None if spec is None or made is None else of_sizes(spec, made.shape(shapes))
+
+
+def _reshaped(func: Op, args: Args, x: DTensor, decided: Prepared) -> Any:
+    """Blocks of dims are found for numbers of which no two agree by chance."""
+    target, size = decided.results[0], args[1]
+    number = _numbers(x.device_mesh.size())[-1]
+    apart = _at(x, number)
+    other = decide(_asked(func, args, {}, [x], [apart], partial(at, number=number)))
+    if not isinstance(other, Prepared) or _way(other)[1:] != _way(decided)[1:]:
+        return NotImplemented
+    form = None if other.results[0] is None else reshape_form(apart.layout, other.results[0].layout)
+    sizes = None if form is None else form.target_shape(tuple(x.shape), size)
+    if target is None or form is None or sizes is None or decided.local or decided.call:
+        return NotImplemented
+    try:
+        local = func(x._local_tensor, form.local_sizes(x._local_tensor.shape, sizes))
+    except CANNOT_VIEW:
+        return NotImplemented
+    return wrap(local, of_sizes(target, sizes))
