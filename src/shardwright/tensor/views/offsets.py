@@ -23,6 +23,8 @@ from shardwright.remember import remembered
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.op import is_view
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.graph_spec import GraphSpec
+from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import offset_of, wrap
 
@@ -74,7 +76,7 @@ def as_on_one_device(route: Call, there: bool, func: Op, args: Args, kwargs: Kwa
         begin = base.storage_offset()
     if there:
         return out if not begin else _placed(out, begin, base)
-    begins = _offsets(func, base._spec.tensor_meta, begin, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    begins = _of_numbers(func, base._spec, begin, args[1:], kwargs)
     if isinstance(out, list | tuple):
         return type(out)(_placed(x, at, base) for x, at in zip(out, begins, strict=True))
     return _placed(out, begins[0], base)
@@ -88,7 +90,15 @@ def from_the_start(func: Op, args: Args, kwargs: Kwargs) -> tuple[int, ...] | No
     """The offsets of the results where the operand has none; None: always those of the operand."""
     if begins_there(func):
         return None
-    return _offsets(func, args[0]._spec.tensor_meta, 0, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    return _of_numbers(func, args[0]._spec, 0, args[1:], kwargs)
+
+
+def _of_numbers(func: Op, base: Spec, offset: int, rest: Args, named: Kwargs) -> tuple[int, ...]:
+    """As `_offsets`; of symbols of a graph, for the numbers that it holds for from here on."""
+    if isinstance(base, GraphSpec):
+        base = base.fix()
+        offset, rest, named = tree_map_only(torch.SymInt, int, (offset, rest, dict(named)))
+    return _offsets(func, base.tensor_meta, offset, _frozen(rest), _frozen(tuple(named.items())))
 
 
 def _frozen(value: Any) -> Any:

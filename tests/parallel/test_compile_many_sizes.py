@@ -1,0 +1,57 @@
+"""Compiled moves and views of a dim of several lengths: values and gradients of one device at each."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from shardwright.testing.meshes import rank_mesh
+
+_SHARD, _WHOLE, _COLUMNS = [sw.Shard(0)], [sw.Replicate()], [sw.Shard(1)]
+
+
+def _to(placements):
+    return lambda x: x.redistribute(placements=placements) if isinstance(x, sw.DTensor) else x
+
+
+# What is computed, and where its rows lie before. Moves: a gather, a part, a sum, its parts, an exchange.
+_PROGRAMS = {
+    "gather": (_SHARD, lambda x: _to(_WHOLE)(x * 2).sin().cumsum(1).sum()),
+    "take": (_WHOLE, lambda x: _to(_SHARD)(x * 2).sin().cumsum(1).sum()),
+    "sum": (_COLUMNS, lambda x: _to(_WHOLE)(x @ x.t()).sin().sum()),
+    "scatter": (_COLUMNS, lambda x: _to(_SHARD)(x @ x.t()).sin().sum()),
+    "exchange": (_SHARD, lambda x: _to(_COLUMNS)(x * 2).cumsum(0).sin().sum()),
+    "slice": (_SHARD, lambda x: x[1 : x.shape[0] - 1].square().sum()),
+    "columns": (_SHARD, lambda x: x[:, 1:3].sin().sum()),
+    "pieces": (_SHARD, lambda x: sum(c.sin().sum() * n for n, c in enumerate(x.chunk(2)))),
+    "padded": (_COLUMNS, lambda x: torch.nn.functional.pad(x, (1, 1)).cos().sum()),
+    "accumulated": (_SHARD, lambda x: torch.cumsum(x * x.shape[0], 0).square().sum()),
+}
+
+_LENGTHS = [(4, 6, 7), pytest.param((7, 8, 12, 5), marks=pytest.mark.slow)]
+
+
+def _like_one_device(name, sizes):
+    warnings.simplefilter("ignore")  # torch's own, while it traces
+    torch._dynamo.reset()
+    mesh = rank_mesh((dist.get_world_size(),), ("tp",))
+    placements, program = _PROGRAMS[name]
+    compiled = torch.compile(program, backend="aot_eager")
+    for n in sizes:
+        whole = torch.randn(n, 4, generator=torch.Generator().manual_seed(n)).double().requires_grad_()
+        x = sw.distribute_tensor(whole.detach(), mesh, placements).requires_grad_()
+        wanted, got = program(whole), compiled(x)
+        torch.testing.assert_close(got.full_tensor(), wanted)
+        wanted.backward()
+        got.backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("sizes", _LENGTHS, ids=str)
+@pytest.mark.parametrize("name", _PROGRAMS)
+def test_each_length_of_a_dim_is_right(ranks, name, sizes):
+    """Even ones, of which one graph may hold, and such that the ranks do not divide, before and after."""
+    ranks(2, _like_one_device, name, sizes, timeout=120)
