@@ -55,3 +55,46 @@ def _like_one_device(name, sizes):
 def test_each_length_of_a_dim_is_right(ranks, name, sizes):
     """Even ones, of which one graph may hold, and such that the ranks do not divide, before and after."""
     ranks(2, _like_one_device, name, sizes, timeout=120)
+
+
+def _other_layouts():
+    """What a graph of any length was made for whole tensors, on pending sums of the same parts."""
+    torch._dynamo.reset()
+    mesh = rank_mesh((2,), ("tp",))
+    compiled = torch.compile(lambda x: x.sin().sum(), backend="aot_eager", dynamic=True)
+    for n, placements, terms in ((4, _WHOLE, 1), (6, _WHOLE, 1), (8, [sw.Partial("sum")], 2), (8, _WHOLE, 1)):
+        rows = torch.randn(n, 4, generator=torch.Generator().manual_seed(n))
+        got = compiled(sw.DTensor.from_local(rows, mesh, placements))
+        torch.testing.assert_close(got.full_tensor(), (rows * terms).sin().sum())
+    torch._dynamo.reset()
+
+
+def test_a_graph_of_any_length_is_of_one_layout(ranks):
+    ranks(2, _other_layouts, timeout=120)
+
+
+def _looked_up():
+    """A look-up's backward asks for sizes, which its forward leaves symbols."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    mesh = rank_mesh((2,), ("tp",))
+    table = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    cut = sw.distribute_tensor(table.detach(), mesh, _COLUMNS).requires_grad_()
+    look = torch.nn.functional.embedding
+    compiled = torch.compile(lambda tokens, rows: look(tokens, rows).sin().sum(), backend="aot_eager")
+    for n in (4, 6, 7):
+        tokens = torch.arange(2 * n).remainder(6).view(2, n)
+        table.grad = cut.grad = None
+        wanted, got = (
+            look(tokens, table).sin().sum(),
+            compiled(sw.distribute_tensor(tokens, mesh, _WHOLE), cut),
+        )
+        torch.testing.assert_close(got.full_tensor(), wanted)
+        wanted.backward()
+        got.backward()
+        torch.testing.assert_close(cut.grad.full_tensor(), table.grad)
+    torch._dynamo.reset()
+
+
+def test_a_backward_that_asks_for_lengths_is_right(ranks):
+    ranks(2, _looked_up, timeout=120)
