@@ -98,7 +98,8 @@ def _of_numbers(func: Op, base: Spec, offset: int, rest: Args, named: Kwargs) ->
     if isinstance(base, GraphSpec):
         base = base.fix()
         offset, rest, named = tree_map_only(torch.SymInt, int, (offset, rest, dict(named)))
-    return _offsets(func, base.tensor_meta, offset, _frozen(rest), _frozen(tuple(named.items())))
+    keywords = _frozen(tuple(named.items())) if named else ()
+    return _offsets(func, base.tensor_meta, offset, _frozen(rest), keywords)
 
 
 def _frozen(value: Any) -> Any:
