@@ -31,7 +31,7 @@ from shardwright.checkpoint.storage.reader import Pair, Reader, Want, is_small, 
 from shardwright.checkpoint.storage.source import Source, check_sizes
 from shardwright.checkpoint.storage.values import decode
 from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
-from shardwright.compat import foreach_copy_, hooks_of_loads
+from shardwright.compat import DisableTorchFunctionSubclass, foreach_copy_, hooks_of_loads
 from shardwright.errors import CheckpointError, refuse_other_kind
 
 _TRIES = 5  # of a checkpoint that others save to while it is loaded
@@ -159,9 +159,10 @@ class Loading:
         self.targets = tensors_of(self.nodes, self.patterns.want)
         self.chosen = [node for node in self.nodes if self._wants_node(node)]
         live = self.targets.live
-        for name, tensor in live.items():
-            refuse_unwritable(tensor, name)
-        tensors = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in live.items()}
+        with DisableTorchFunctionSubclass():  # else a question to a DTensor costs ten times as much
+            for name, tensor in live.items():
+                refuse_unwritable(tensor, name)
+            tensors = {name: (name_of(one.dtype), tuple(one.shape)) for name, one in live.items()}
         roots = tuple(node.path for node in self.nodes if node.kind is Kind.MODULE)
         values = (*self.targets.objects, *(node.path for node in self.chosen if node.kind in VALUED))
         tuned = tuple(node.path for node in self.nodes if node.kind is Kind.OPTIMIZER)

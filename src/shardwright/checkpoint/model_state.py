@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardwright.errors import CheckpointError
 
 # What torch.compile and torch's wrapper of activation checkpointing put into names.
 OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_OF_A_WRAPPER = re.compile("|".join(OF_WRAPPERS))
 EXTRA = "_extra_state"
 
 
@@ -48,7 +50,7 @@ def read_model(model: nn.Module) -> ModelState:
                 f"put into names ({', '.join(OF_WRAPPERS)}): give one of them another name"
             )
     objects = _modules_with_objects(model)
-    live = {id(one) for one in (*model.parameters(), *model.buffers())}
+    live = {id(x) for m in model.modules() for x in (*m._parameters.values(), *m._buffers.values())}
     tensors: dict[str, torch.Tensor] = {}
     for name, value in entries.items():
         if not isinstance(value, torch.Tensor) or name in objects:
@@ -74,7 +76,10 @@ def _tied_names(name: str, tensor: torch.Tensor) -> tuple[str, ...]:
 
     A rank that holds one end of tied weights saves and loads them as a rank that holds both.
     """
-    tied = tuple(map(_unwrapped, getattr(tensor, "names_in_stages", ())))
+    names = getattr(tensor, "names_in_stages", ())
+    if not names:
+        return (name,)
+    tied = tuple(map(_unwrapped, names))
     fitting = [each for each in tied if name == each or name.endswith(f".{each}")]
     own = max(fitting, key=len, default=None)  # one name may end as another does
     if own is None:
@@ -85,6 +90,8 @@ def _tied_names(name: str, tensor: torch.Tensor) -> tuple[str, ...]:
 
 def _unwrapped(name: str) -> str:
     """A name without the parts that torch's wrappers add: whole parts only."""
+    if not _OF_A_WRAPPER.search(name):
+        return name
     return ".".join(part for part in name.split(".") if part not in OF_WRAPPERS)
 
 

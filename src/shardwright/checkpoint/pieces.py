@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.agree import rank as this_rank
 from shardwright.checkpoint.storage.element_types import name_of
-from shardwright.compat import increment_versions
+from shardwright.compat import DisableTorchFunctionSubclass, increment_versions
 from shardwright.errors import CheckpointError
 from shardwright.index.boxes import Chunk, chunks_of
 from shardwright.index.region import Box
@@ -57,7 +57,8 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
     A backward of an earlier forward, which may have saved them or their parts, then raises as torch's does.
     """
     written = [each for one in tensors for each in (one, part_of(one))]
-    increment_versions([one for one in written if not one.is_inference()])
+    with DisableTorchFunctionSubclass():  # else a question to a DTensor costs ten times as much
+        increment_versions([one for one in written if not one.is_inference()])
 
 
 def describe(tensor: torch.Tensor, key: str, rank: int) -> Held:
@@ -95,23 +96,23 @@ def _is_copied(layout: Layout) -> bool:
     return any(n > 1 and not p.is_partition for n, p in zip(layout.sizes, layout.placements, strict=True))
 
 
-def _refuse_copied_view(tensor: torch.Tensor, key: str) -> None:
-    if isinstance(tensor, DTensor) and is_copy(tensor):
+def _refuse_copied_view(tensor: DTensor, key: str) -> None:
+    if is_copy(tensor):
         raise CheckpointError(
             f"{key} is a view whose part on this rank is a copy of what it shows, since its base is cut "
             "across it: give the base, or save its clone()"
         )
 
 
-def _refuse_pending(tensor: torch.Tensor, key: str) -> None:
-    if isinstance(tensor, DTensor) and layout_of(tensor).pending_axes:
+def _refuse_pending(tensor: DTensor, key: str) -> None:
+    if layout_of(tensor).pending_axes:
         fix = "reduce it first (redistribute it to Replicate or Shard)"
         raise CheckpointError(f"{key} with placements {tensor.placements} is not finished: {fix}")
 
 
 def refuse_without_data(local: torch.Tensor, key: str) -> None:
     """Raises CheckpointError where a tensor has no elements that a file holds; `key` is its name."""
-    if local.device.type == "meta":
+    if local.is_meta:
         raise CheckpointError(f"{key} is on the meta device and has no data: materialize the module first")
     if local.is_nested:
         raise CheckpointError(f"{key} is a nested tensor: save its values and its offsets")
@@ -139,9 +140,11 @@ def refuse_unwritable(tensor: torch.Tensor, key: str, *, made: bool = False) -> 
 
     Args: made: its memory is yet to be made.
     """
-    _refuse_pending(tensor, key)
-    _refuse_copied_view(tensor, key)
-    local = part_of(tensor)
+    local = tensor
+    if isinstance(tensor, DTensor):
+        _refuse_pending(tensor, key)
+        _refuse_copied_view(tensor, key)
+        local = tensor._local_tensor
     if not made:
         refuse_without_data(local, key)
     if not local.is_contiguous() and any(
@@ -150,11 +153,6 @@ def refuse_unwritable(tensor: torch.Tensor, key: str, *, made: bool = False) -> 
         raise CheckpointError(
             f"{key} is expanded (one element stands for several) and cannot be written: clone it first"
         )
-
-
-def chunks(layout: Layout, rank: int | None = None) -> tuple[Chunk, ...]:
-    """The boxes that this rank holds of a tensor with this layout."""
-    return _chunks_of(layout, this_rank() if rank is None else rank)
 
 
 @remembered(4096)
@@ -181,12 +179,13 @@ def views(
     """
     if not isinstance(tensor, DTensor):
         return [(Box((0,) * local.dim(), tuple(local.shape)), local)] if local.numel() else []
-    return [(chunk.box, _view(chunk, local, copies)) for chunk in chunks(layout_of(tensor), rank)]
+    found = _chunks_of(layout_of(tensor), this_rank() if rank is None else rank)
+    if len(found) == 1 and found[0].inside is not None and found[0].inside.size == local.shape:
+        return [(found[0].box, local)]
+    return [(chunk.box, _view(chunk, local, copies)) for chunk in found]
 
 
 def _view(chunk: Chunk, local: torch.Tensor, copies: bool) -> torch.Tensor:
-    if chunk.inside is not None and chunk.inside.size == tuple(local.shape):
-        return local
     if chunk.inside is None and not local.is_contiguous():
         flat = local.reshape(-1) if copies else local.view(-1)
         return flat.narrow(0, chunk.start, prod(chunk.box.size)).view(chunk.box.size)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.checkpoint.pieces import part_of
 from shardwright.errors import CheckpointError
 from shardwright.layout.of_tensor import layout_of
+from shardwright.remember import remembered
 
 
 class Span(NamedTuple):
@@ -41,7 +42,7 @@ def memory_of(tensor: torch.Tensor, span: Span | None) -> Hashable:
     """
     if span is None:
         return id(tensor)
-    return span, tensor.dtype, layout_of(tensor) if isinstance(tensor, DTensor) else None
+    return span, layout_of(tensor) if isinstance(tensor, DTensor) else tensor.dtype  # a layout has its own
 
 
 def refuse_overlaps(placed: Iterable[tuple[str, Span | None]], alike: Callable[[str, str], bool]) -> None:
@@ -54,12 +55,12 @@ def refuse_overlaps(placed: Iterable[tuple[str, Span | None]], alike: Callable[[
     """
     spans = sorted((span, name) for name, span in placed if span is not None)
     for span, name in spans:
-        if _meets_itself(span):
+        if _meets_itself(span.shape, span.strides):
             raise CheckpointError(
                 f"{name} has elements that share their memory (its strides are {span.strides}), and would be "
                 "written over itself: clone it first"
             )
-    for cluster in _clusters(spans):
+    for cluster in (one for one in _clusters(spans) if len(one) > 1):
         _refuse_marked(_without_twins(cluster, alike))
 
 
@@ -74,38 +75,45 @@ def span_of(tensor: torch.Tensor) -> Span | None:
         return None
     if not memory:
         return None
-    shape, strides, size = tuple(local.shape), local.stride(), local.element_size()
+    shape, strides, size, device = tuple(local.shape), local.stride(), local.element_size(), local.device
     start = memory + int(local.storage_offset()) * size
-    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    stop, turned = start + int(last + 1) * size, (local.is_conj(), local.is_neg())
-    return Span((local.device.type, local.device.index or 0), start, stop, size, shape, strides, turned)
+    stop, turned = start + _reach(shape, strides) * size, (local.is_conj(), local.is_neg())
+    return Span((device.type, device.index or 0), start, stop, size, shape, strides, turned)
 
 
-def _meets_itself(span: Span) -> bool:
+@remembered(4096)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to behind the last."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+@remembered(4096)
+def _meets_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether two elements of a tensor have one address."""
     reach = 1
-    for stride, n in sorted((stride, n) for n, stride in zip(span.shape, span.strides, strict=True) if n > 1):
+    for stride, n in sorted((stride, n) for n, stride in zip(shape, strides, strict=True) if n > 1):
         if stride < reach:  # dims lie between one another, and may or may not meet
-            return stride == 0 or _meets_itself_for_sure(span)
+            return stride == 0 or _meets_itself_for_sure(shape, strides)
         reach += (n - 1) * stride
     return False
 
 
-def _meets_itself_for_sure(span: Span) -> bool:
-    mask = torch.zeros((span.stop - span.start) // span.itemsize, dtype=torch.bool, device="cpu")
-    mask.as_strided(span.shape, span.strides).fill_(True)
-    return int(mask.count_nonzero()) < prod(span.shape)
+def _meets_itself_for_sure(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    mask = torch.zeros(_reach(shape, strides), dtype=torch.bool, device="cpu")
+    mask.as_strided(shape, strides).fill_(True)
+    return int(mask.count_nonzero()) < prod(shape)
 
 
 def _clusters(spans: list[_Named]) -> Iterator[list[_Named]]:
     """Of spans in order, those that reach into others: columns of one matrix, say, which share nothing."""
     cluster: list[_Named] = []
-    stop = 0
+    device, stop = None, 0
     for one in spans:
-        if cluster and (one[0].device != cluster[0][0].device or one[0].start >= stop):
+        here, start, end, *_ = one[0]
+        if here != device or start >= stop:
             yield cluster
-            cluster = []
-        stop = max(stop, one[0].stop) if cluster else one[0].stop
+            cluster, device, stop = [], here, end
+        stop = max(stop, end)
         cluster.append(one)
     yield cluster
 

@@ -285,7 +285,7 @@ def _direct(want: Want) -> bool:
     view = want.view
     if view.is_conj() or view.is_neg():  # the memory holds the conjugate, or the negative
         return False
-    return view.is_contiguous() and view.device.type == "cpu" and view.dtype == DTYPES[want.dtype]
+    return view.is_contiguous() and view.is_cpu and view.dtype == DTYPES[want.dtype]
 
 
 def _extent(whole: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, int, int]:
