@@ -162,25 +162,25 @@ def cut(shape: tuple[int, int], rows: int, columns: int) -> list[Box]:
     ]
 
 
+@pytest.mark.parametrize("rows", [300, 5])
 @pytest.mark.parametrize(
-    ("mine", "theirs"), [((1, 2), (1, 2)), ((1, 2), (2, 1)), ((3, 2), (1, 1)), ((300, 2), (1, 2))]
+    ("mine", "theirs"),
+    [((1, 2), (1, 2)), ((1, 2), (2, 1)), ((3, 2), (1, 1)), ((300, 2), (1, 2)), ((1, 1), (300, 2))],
 )
-def test_many_small_boxes_look_at_the_parts_beside_them(
-    mine: tuple[int, int], theirs: tuple[int, int]
+def test_each_element_is_read_once_of_the_parts_beside_a_box(
+    rows: int, mine: tuple[int, int], theirs: tuple[int, int]
 ) -> None:
-    """Each had looked at every part: of a table whose rows lie cyclically, the square of its rows."""
-    shape, asked = (300, 2), [0]
+    """Each box had looked at every part: of a table whose rows lie cyclically, the square of its rows.
+
+    A part may begin where a box does and be smaller, or larger: what is read lies in it.
+    """
+    shape, asked = (rows, 2), [0]
     parts = [CountedPart(box.offset, box.size, asked) for box in cut(shape, *theirs)]
-    whole = torch.zeros(shape)
-    views = [
-        (box, whole.narrow(0, box.offset[0], box.size[0]).narrow(1, box.offset[1], box.size[1]))
-        for box in cut(shape, *mine)
-    ]
-    for _, view in views:
-        view.zero_()
-    for want in reader.wants(
-        "x", SavedTensor.model_construct(dtype="float32", shape=shape, parts=parts), views
-    ):
-        want.view.add_(1)
-    assert bool((whole == 1).all())
+    saved, whole = torch.arange(1.0, 1 + 2 * rows).reshape(shape), torch.zeros(shape)
+    views = [(box, whole[box.slices]) for box in cut(shape, *mine)]
+    tensor = SavedTensor.model_construct(dtype="float32", shape=shape, parts=parts)
+    for want in reader.wants("x", tensor, views):
+        held = saved[Box(want.part.offset, want.part.extent).slices]
+        want.view.add_(held[Box(want.low, tuple(want.view.shape)).slices].reshape(want.view.shape))
+    assert torch.equal(whole, saved)
     assert asked[0] <= 3 * len(parts) + 20 * len(views)
