@@ -104,11 +104,13 @@ class _Comparison:
     def __init__(self, program: Program, truth: Truth, got: Outcome) -> None:
         self.program, self.truth, self.wanted, self.got = program, truth, truth.wanted, got
         self.unstable = self.compared = 0
+        self.first: Verdict | None = None
 
     def verdict(self) -> Verdict:
-        """The first fault; all is compared even so, for a peer that sees none gathers what comes after it."""
-        faults = list(self.faults())
-        return faults[0] if faults else Verdict(OK, unstable=self.unstable, replayed=self.got.replayed)
+        """The first fault; all is gathered even so, for a peer that sees none gathers what comes after it."""
+        for fault in self.faults():
+            self.first = self.first or fault
+        return self.first or Verdict(OK, unstable=self.unstable, replayed=self.got.replayed)
 
     def faults(self) -> Iterator[Verdict]:
         given = _given_gradients(self.program)
@@ -151,8 +153,8 @@ class _Comparison:
         return "" if type(got) is type(wanted) or wanted is not None else f"{type(got).__name__} for None"
 
     def moves(self, find: Callable[[Outcome], Any], wanted: Any) -> bool:
-        """Does noise alone change it?"""
-        moved = any(find(o) != wanted for o in self.truth.decided_by_rounding())
+        """Does noise alone change it? Behind a fault nobody asks."""
+        moved = self.first is not None or any(find(o) != wanted for o in self.truth.decided_by_rounding())
         self.unstable += moved
         return moved
 
@@ -183,12 +185,13 @@ class _Comparison:
         if got.dtype != wanted.dtype:
             return f"dtype {got.dtype} for {wanted.dtype}"
         if got.shape != wanted.shape:
-            unstable = any(find(o).shape != wanted.shape for o in self.truth.decided_by_rounding())
-            self.unstable += unstable
+            unstable = self.moves(lambda o: find(o).shape, wanted.shape)
             return "" if unstable else f"shape {tuple(got.shape)} for {tuple(wanted.shape)}"
         if not self.got.detached and self.is_followed(wanted) and _wants_grad(got) != _wants_grad(wanted):
             return f"requires_grad {_wants_grad(got)} for {_wants_grad(wanted)}"
         full = self.whole(got, wanted)
+        if self.first is not None:
+            return ""
         if full is None:
             return f"its local part is {tuple(got.detach().to_local().shape)} of {sw.layout_of(got)}"
         if full.dtype != wanted.dtype or full.shape != wanted.shape:
@@ -197,13 +200,14 @@ class _Comparison:
             return self.of_floats(lambda o: find(o).detach(), full, wanted.detach(), wanted.dtype)
         if torch.equal(full, wanted):
             return ""
-        fixed = torch.ones_like(wanted, dtype=torch.bool)
+        wrong = full != wanted
         for o in self.truth.decided_by_rounding():
             found = find(o)
-            fixed &= (found == wanted) if found is not None and found.shape == wanted.shape else False
-        wrong = (full != wanted) & fixed
-        self.unstable += 1
-        return _first(full, wanted, wrong) if bool(wrong.any()) else ""
+            wrong &= (found == wanted) if found is not None and found.shape == wanted.shape else False
+            if not bool(wrong.any()):
+                self.unstable += 1
+                return ""
+        return _first(full, wanted, wrong)
 
     def is_followed(self, wanted: torch.Tensor) -> bool:
         """Does what its graph says hold? Some of the formulas for views leave it if there are no elements."""

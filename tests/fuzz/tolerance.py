@@ -12,6 +12,7 @@ but counted. A zero gets either sign, for that of a sum depends on its terms (`-
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import product
@@ -99,34 +100,28 @@ class Truth:
 
     program: Program
     wanted: Outcome
-    _noisy: dict[tuple[bool, float, int, bool], list[Outcome]] = field(default_factory=dict)
+    _noisy: dict[tuple[bool, float, int, bool], Outcome] = field(default_factory=dict)
 
     def noisy(
         self, *, inside: bool = False, times: float = 1.0, runs: int = RUNS, alike: bool = False
-    ) -> list[Outcome]:
-        """The runs under noise that end as the reference does.
+    ) -> Iterator[Outcome]:
+        """The runs under noise that end as the reference does; each is made once, when it is asked for.
 
         inside: noise in the ops of a step too. times: so many times the rounding. runs: how many.
         alike: equal elements stay equal.
         """
-        key = inside, times, runs, alike
-        if key not in self._noisy:
-            found = [self._run(Noisy(seed, times, alike=alike), inside) for seed in range(runs)]
-            self._noisy[key] = [
-                r
-                for r in found
-                if r.step == self.wanted.step and (r.error is None) == (self.wanted.error is None)
-            ]
-        return self._noisy[key]
+        for seed in range(runs):
+            key = inside, times, seed, alike
+            if key not in self._noisy:
+                self._noisy[key] = self._run(Noisy(seed, times, alike=alike), inside)
+            found, wanted = self._noisy[key], self.wanted
+            if found.step == wanted.step and (found.error is None) == (wanted.error is None):
+                yield found
 
-    def decided_by_rounding(self) -> list[Outcome]:
+    def decided_by_rounding(self) -> Iterator[Outcome]:
         """Runs under noise, and as much as floats may differ by: an integer that moves is rounding's."""
-        kinds = product((False, True), (1.0, SAFETY), (False, True))
-        return [
-            o
-            for inside, times, alike in kinds
-            for o in self.noisy(inside=inside, times=times, runs=RUNS_FOR_INTEGERS, alike=alike)
-        ]
+        for inside, times, alike in product((False, True), (1.0, SAFETY), (False, True)):
+            yield from self.noisy(inside=inside, times=times, runs=RUNS_FOR_INTEGERS, alike=alike)
 
     def _run(self, noise: Noisy, inside: bool) -> Outcome:
         with torch.enable_grad(), _Inside(noise) if inside else nullcontext():
