@@ -349,6 +349,22 @@ def a_view(ids):
         return found.reshape(-1)
 
 
+def a_view_that_raises(ids):
+    found = look_up(ids).t()
+    try:
+        return found.view(-1)
+    except RuntimeError:  # by its strides: at each call
+        return found.reshape(-1)
+
+
+def arithmetic_that_raises(ids):
+    found = look_up(ids)
+    try:
+        return found + torch.ones(5)
+    except RuntimeError:  # by its shapes
+        return found * 2
+
+
 def arithmetic(ids):
     found = look_up(ids)
     try:
@@ -365,7 +381,9 @@ FREE = (
     under_blocks,
     after_a_block,
     a_view,
+    a_view_that_raises,
     arithmetic,
+    arithmetic_that_raises,
 )
 
 

@@ -167,8 +167,9 @@ class Recording(TorchDispatchMode):
         line_args, line_kwargs = self._operands(func, args, kwargs)
         try:
             out = kernel(func, mapped(numbers.plain, args), mapped(numbers.plain, kwargs))
-        except Exception:  # of values, perhaps: whoever catches it takes a branch by them
-            self.refuse(str(func), "it raised, and the program may go on otherwise where it does not")
+        except Exception:  # whoever catches it takes a branch: by values, or by sizes and strides
+            if self._kind_of(func).may_raise(tensors):
+                self.refuse(str(func), "it raised, and the program may go on otherwise where it does not")
             raise
         results = out if isinstance(out, list | tuple) else (out,)
         if without_data([x for x in results if isinstance(x, torch.Tensor)]):
