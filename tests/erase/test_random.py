@@ -72,3 +72,18 @@ def _keyed_draws_run_as_they_are():
 
 def test_keys_that_the_host_draws_are_refused(ranks):
     ranks(2, _keyed_draws_run_as_they_are)
+
+
+def _attends(x):
+    heads = x[None, None]
+    out = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    return out * 2 if bool((out > 0).all()) else out
+
+
+def test_an_attention_without_dropout_draws_nothing():
+    """Whatever torch's tags say: a guard may run it again."""
+    fast = sw.erase(_attends)
+    for x in (torch.ones(4, 4), torch.ones(4, 4), -torch.ones(4, 4)):
+        assert_equal(fast(x), _attends(x), exact=True)
+    assert "held where this gives (True,)" in str(fast), str(fast)
+    assert fast.report().recordings == 2

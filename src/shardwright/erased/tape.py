@@ -73,8 +73,14 @@ class Line:
 
     @property
     def draws(self) -> bool:
-        """Does it draw random numbers?"""
-        return torch.Tag.nondeterministic_seeded in getattr(self.call, "tags", ())
+        """Does it draw random numbers? An attention without dropout does not, whatever its tags say."""
+        if torch.Tag.nondeterministic_seeded not in getattr(self.call, "tags", ()):
+            return False
+        for place, argument in enumerate(self.call._schema.arguments):  # type: ignore[attr-defined]
+            if argument.name == "dropout_p":
+                given = self.args[place:] or [self.kwargs.get("dropout_p", argument.default_value)]
+                return bool(given[0])
+        return True
 
 
 @dataclass(slots=True, eq=False)
