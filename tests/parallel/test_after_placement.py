@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as torchs
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -105,6 +106,30 @@ def _cast(name, how):
 @everywhere
 def test_double_and_to_keep_layouts_and_gradients(ranks, name, how):
     ranks(STRATEGIES[name].world, _cast, name, how)
+
+
+def _assigned():
+    """What knows nothing of the strategy computes, and is summed, as the parameters whose places it takes."""
+    mesh = rank_mesh((2,), ("dp",))
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(4, 4)
+    plain(x).square().sum().backward()
+    for make in (torchs.distribute_tensor, sw.distribute_tensor):
+        model = parallelize_replicate(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), mesh)
+        state = {key: make(value, mesh, [torchs.Replicate()]) for key, value in plain.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        model(x.chunk(2)[mesh.get_local_rank()]).square().sum().backward()
+        for mine, one in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), one.grad)
+        others = {"cut": make(torch.zeros(3, 4), mesh, [torchs.Shard(0)])}
+        others["pending"] = torchs.DTensor.from_local(torch.zeros(3, 4), mesh, [torchs.Partial()])
+        for other in others.values():
+            with pytest.raises(RuntimeError, match=r"Linear\.weight: .* is assigned in the place of"):
+                model.load_state_dict({**state, "0.weight": other}, assign=True)
+
+
+def test_dtensors_that_know_no_strategy_are_assigned(ranks):
+    ranks(2, _assigned)
 
 
 def _copies():

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.grads.at_steps import watch_steps
+from shardwright.layout.strided import same_regions
 from shardwright.parallel.meshes import is_other_view, refuse_twice
 from shardwright.parallel.swap import replace_parameters
 from shardwright.placement.base import Placement
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.localized import LocalizedDTensor
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.more_axes import cut_over, on_more_axes, shared_by
 from shardwright.tensor.modules.ties import ties_kept
@@ -71,6 +75,7 @@ def placed_parameter(
 ) -> nn.Parameter | None:
     """The parameter on one mesh more; None when it belongs to another view of these ranks."""
     watch_steps()
+    watch_assignments()
     if isinstance(parameter, TorchDTensor):
         before = as_ours(parameter)
         if is_other_view(path, before.device_mesh, mesh) or _nothing_to_do(before, mesh):
@@ -106,3 +111,38 @@ def local_plain(parameter: nn.Parameter) -> torch.Tensor:
     if isinstance(parameter, TorchDTensor):
         return parameter._local_tensor.detach()
     return parameter.detach()
+
+
+_watching: list[Any] = []  # the hook of modules
+
+
+def watch_assignments() -> None:
+    """From here on what is assigned in the place of such a parameter computes as that did.
+
+    By `load_state_dict(assign=True)`, say, of torch's own DTensors, which know nothing of a strategy.
+    """
+    if not _watching:
+        _watching.append(register_module_parameter_registration_hook(_as_before))  # type: ignore[arg-type]
+
+
+def _as_before(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:
+    """The assigned tensor with the use of the parameter that stands there; None: it is right as it is.
+
+    Raises: ParallelError: it lies otherwise.
+    """
+    old: object = module._parameters.get(name)
+    if old is new or not isinstance(old, LocalizedDTensor) or not isinstance(new, TorchDTensor):
+        return None
+    given, lies = as_ours(new), old._spec
+    if given._spec.use is not None:
+        return None
+    if given._spec.pending or not same_regions(given._spec.layout, lies.layout):
+        raise ParallelError(
+            f"{type(module).__name__}.{name}: {given._spec.layout} on {given._spec.layout.axes} is assigned "
+            f"in the place of a parameter that a strategy placed, {lies.layout} on {lies.layout.axes}\n"
+            "  fix: sw.distribute_tensor(it, parameter.device_mesh, parameter.placements), or "
+            "load_state_dict without assign=True"
+        )
+    layout = given._spec.layout.with_placements(lies.layout.placements, order=lies.layout.order_names)
+    made = wrap(given._local_tensor.detach(), spec_of(layout, lies.mesh, lies.use))
+    return nn.Parameter(made, requires_grad=new.requires_grad)
