@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
+from shardwright.compat import root_mesh
 from shardwright.compat.joined_meshes import union_mesh
 from shardwright.context import (
     BATCH_DOMAIN,
@@ -272,10 +273,14 @@ def test_a_domain_for_worlds_of_another_size_stops_only_who_asks_for_it(ranks):
 
 def _joins(parameters, outermost_first):
     regular = parameters.build().mesh_for(REGULAR_DOMAIN)
-    joined = union_mesh([regular[name] for name in reversed(outermost_first)])
+    parts = [regular[name] for name in reversed(outermost_first)]
+    joined = union_mesh(parts)
     assert joined == regular[outermost_first], joined
+    assert union_mesh(parts) is joined  # strategies ask for each parameter
     named = init_device_mesh("cpu", tuple(regular[outermost_first].shape), mesh_dim_names=outermost_first)
-    assert union_mesh([named[name] for name in reversed(outermost_first)]) == named
+    beside = union_mesh([named[name] for name in reversed(outermost_first)])
+    assert beside == named
+    assert root_mesh(beside) is named  # not of another root whose ranks are the same
 
 
 @pytest.mark.parametrize("degree", ["context_parallel_shard", "tensor_parallel"])
