@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from shardwright import Interleaved, Ragged, Replicate, Shard, distribute_module
@@ -192,6 +192,29 @@ def test_names_that_the_optimizer_keeps_are_enough(tmp_path: Path) -> None:
     assert tuned.param_groups[0]["lr"] == 0.5
     wanted = optimizer.state[model.weight]["momentum_buffer"]
     assert torch.equal(tuned.state[other.weight]["momentum_buffer"], wanted)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_of_groups_and_notes_of_schedulers_go_both_ways(tmp_path: Path) -> None:
+    """Torch found no names in what was written for it; what a scheduler notes was another class's setting."""
+    made = []
+    for _ in range(3):
+        model = nn.Linear(3, 2)
+        made.append((model, torch.optim.SGD(model.named_parameters(), lr=0.5, momentum=0.9)))
+    model, optimizer = made[0]
+    torch_reader.fill(model)
+    optimizer.step()
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.25, total_steps=9)
+    save(tmp_path / "dcp", model, optimizer, format="dcp")
+    state = dict(zip(("model", "optimizer"), get_state_dict(*made[1]), strict=True))
+    state["optimizer"]["param_groups"][0]["param_names"] = []
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert state["optimizer"]["param_groups"][0]["param_names"] == ["weight", "bias"]
+    set_state_dict(*made[1], model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    convert(tmp_path / "dcp", tmp_path / "ours")
+    load(tmp_path / "ours", *made[2])
+    for one in made[1:]:
+        assert same(torch_reader.told(*one), torch_reader.told(model, optimizer))
 
 
 def test_an_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:

@@ -26,16 +26,23 @@ from shardwright.errors import CheckpointError
 OWN = ""
 _COUNTER = "step"  # torch's optimizers keep it as a plain 0-d tensor, also beside a 0-d parameter
 _PARAMS = "params"
-_NO_SETTINGS = (_PARAMS, "param_names")  # what the parameters are called is known from the model
+_NAMES = "param_names"
+_NO_SETTINGS = (_PARAMS, _NAMES)  # what the parameters are called is known from the model
+# What torch's schedulers and its averages of weights note in the groups of any optimizer.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
 @dataclass
 class OptimizerPart:
-    """What one rank has of an optimizer beside its tensors: as JSON, parameters by name."""
+    """What one rank has of an optimizer beside its tensors: as JSON, parameters by name.
+
+    Args: named: it was given the names of its parameters, which torch keeps in its groups.
+    """
 
     kind: str
     groups: list[dict[str, Any]]
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    named: bool = False
 
 
 def parameters_of(optimizer: Optimizer, names: dict[int, str], path: str) -> dict[str, torch.Tensor]:
@@ -74,7 +81,8 @@ def read_optimizer(
     Raises: CheckpointError: a state that cannot be saved, or has no name of its own.
     """
     refuse_what_is_lost(optimizer, path)
-    part = OptimizerPart(type(optimizer).__name__, [])
+    named = any(_NAMES in group for group in optimizer.param_groups)
+    part = OptimizerPart(type(optimizer).__name__, [], named=named)
     for number, group in enumerate(optimizer.param_groups):
         settings = {
             key: encode(value, f"{path}/group {number}/{key}")
@@ -263,7 +271,7 @@ def _common(group: frozenset[str], theirs: dict[frozenset[str], list[dict[str, A
 def _refuse_other_settings(optimizer: Optimizer, groups: list[dict[str, Any]], path: str) -> None:
     """Raises CheckpointError where an optimizer, whose class another program did not say, is none of this."""
     for mine, group in zip(optimizer.param_groups, groups, strict=True):
-        unknown = sorted(set(group) - set(mine))
+        unknown = sorted(set(group) - set(mine) - _OF_SCHEDULERS)
         if unknown:
             raise CheckpointError(
                 f"{path}: the checkpoint has settings ({', '.join(unknown)}) that {type(optimizer).__name__} "

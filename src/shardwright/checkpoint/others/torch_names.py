@@ -17,6 +17,7 @@ from shardwright.checkpoint.storage.values import decode, kept_in
 from shardwright.errors import CheckpointError
 
 _PARAMS = "params"
+_NAMES = "param_names"
 
 
 def as_torch_nests(parts: list[Part], tensors: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +32,8 @@ def as_torch_nests(parts: list[Part], tensors: Mapping[str, Any], about: Mapping
     inside: set[str] = set()
     for path, saved in optimizers.items():
         found, used = _optimizer(path, saved, modules, tensors)
+        if any(part.optimizers[path].named for part in parts if path in part.optimizers):
+            found["param_groups"] = [{**one, _NAMES: one[_PARAMS]} for one in found["param_groups"]]
         _put(nests, path.split("/"), found)
         inside |= used
     ties = {name: first for part in parts for name, first in part.ties.items() if name not in tensors}

@@ -56,15 +56,6 @@ def sum_of(data: bytes | memoryview) -> str:
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
-def sums_of(data: memoryview) -> str:
-    """The checksums of a stream that is at hand."""
-    if len(data) <= CHUNK:
-        return sum_of(data)
-    sums = Sums()
-    sums.feed(data)
-    return sums.text
-
-
 def digits_for(size: int, chunk: int = CHUNK) -> int:
     """How many hex digits the checksums of so many bytes have."""
     return -(-size // chunk) * _DIGITS

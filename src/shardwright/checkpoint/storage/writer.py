@@ -13,13 +13,13 @@ import torch
 from shardwright.checkpoint.pieces import Cell
 from shardwright.checkpoint.storage.element_types import ITEMSIZES, in_file, in_order
 from shardwright.checkpoint.storage.stores.store import NewFile, Store
-from shardwright.checkpoint.storage.sums import Sums, sum_of, sums_of
+from shardwright.checkpoint.storage.sums import Sums, sum_of
 from shardwright.comm.dtype import as_bytes
 from shardwright.errors import CheckpointError, reason_of
 
 _STEP = 2 << 20  # stays in the processor's cache between checksum and write; a large page
 _COPIED = 8 << 20
-_SMALL = 1 << 16
+_SMALL = 1 << 16  # less than a chunk
 _BLOCK = 1 << 20  # of neighbours that are written at once
 _FILE_MOST = 8 << 30
 
@@ -141,7 +141,7 @@ def _write_small(
     low = 0
     for entry, view in small:
         high = low + view.nbytes
-        boxes.append((entry.key, entry.cell, at + low, sums_of(data[low:high])))
+        boxes.append((entry.key, entry.cell, at + low, sum_of(data[low:high])))
         low = high
     file.write([data])
     return at + low
