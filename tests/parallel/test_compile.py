@@ -105,6 +105,38 @@ def test_inductors_code_reads_what_was_sent_once_it_is_there(ranks, program):
     ranks(2, _of_what_arrived, program, timeout=170)
 
 
+def _beside_its_base(x):
+    base = x * 2
+    part = base[:, 1:]
+    return base, part, part.flatten(1, 1)
+
+
+def _written(x):
+    base = x * 2
+    part = base[1:]
+    part.flatten(1, 1).mul_(3)
+    return base, part, part.flatten(1, 1)[:, 2:]
+
+
+def _returned_views():
+    mesh = rank_mesh((2,), ("tp",))
+    for function, dim in ((_beside_its_base, 0), (_written, 1)):
+        x = torch.arange(20.0).reshape(4, 5).requires_grad_()
+        cut = sw.distribute_tensor(x.detach(), mesh, [sw.Shard(dim)]).requires_grad_()
+        wanted, got = function(x), _compiled(function, "aot_eager")(cut)
+        for one, other in zip(wanted, got, strict=True):
+            torch.testing.assert_close(other.full_tensor(), one)
+            assert other.storage_offset() == one.storage_offset()
+        for results in (wanted, got):
+            sum(result.square().sum() for result in results).backward()
+        torch.testing.assert_close(cut.grad.full_tensor(), x.grad)
+
+
+def test_views_that_a_graph_returns_begin_where_they_do_on_one_device(ranks):
+    """Those that are returned twice are taken of their base anew: they had its first elements."""
+    ranks(2, _returned_views, timeout=120)
+
+
 def _naive():
     model = swap_class(tricky(), rank_mesh((2,), ("dp",)))
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever the tracer says

@@ -22,11 +22,11 @@ from shardwright.placement.base import Placement
 from shardwright.plan import network
 from shardwright.rules.registry import registry, sources
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
-from shardwright.tensor.flattened import as_gradient, constants_of, hand_over, spec_again
+from shardwright.tensor.flattened import Kept, as_gradient, begin_of, constants_of, hand_over, spec_again
 from shardwright.tensor.graph_spec import GraphSpec
 from shardwright.tensor.placements import PlacementsArgument, placements_of, resolve_placements
 from shardwright.tensor.spec import Spec, finished, spec_of
-from shardwright.tensor.wrap import REMEMBERED, hand_out, hold_outside, up_to_date, wrap
+from shardwright.tensor.wrap import REMEMBERED, hand_out, hold_outside, offset_of, up_to_date, wrap
 
 
 class _Above:
@@ -275,12 +275,14 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         spec = spec_again(inner_tensors, flatten_spec, outer_size, outer_stride)
-        return wrap(as_gradient(inner_tensors["_local_tensor"]), spec, requires_grad=flatten_spec[-1])
+        local, offset = as_gradient(inner_tensors["_local_tensor"]), begin_of(flatten_spec)
+        return wrap(local, spec, requires_grad=flatten_spec[-1], offset=offset)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         hand_over(self._local_tensor)
-        flattened = super().__tensor_flatten__()  # type: ignore[no-untyped-call]
-        return cast("tuple[list[str], tuple[Any, ...]]", flattened)
+        names, kept = super().__tensor_flatten__()  # type: ignore[no-untyped-call]
+        offset = int(offset_of(self))
+        return names, Kept(kept, offset) if offset else kept
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled program is found by: whose it is, the groups that it names, and what decided.
@@ -292,7 +294,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         decided = _PROCESS if own or registry.is_changed else sources()
         groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)] if self._spec.coords else []
         of = f"{dist.get_rank()} at {self._spec.coords} of {mesh.mesh.tolist()}, groups {groups}"
-        return f"{super()._stable_hash_for_caching()} on {of} by {decided}, {network.current}"
+        at = begin_of(self.__tensor_flatten__()[1])
+        return f"{super()._stable_hash_for_caching()} on {of} at {at} by {decided}, {network.current}"
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """A compiled backward expects finished gradients of finished values."""

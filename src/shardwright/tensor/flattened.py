@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,26 @@ _MANY = 16384
 _HANDED = "_has_a_holder"
 # By identity of what the program keeps of a tensor, which the entry holds, so that nothing else has its id.
 _known: dict[tuple[Any, ...], tuple[Spec, Any, Any]] = memo("specs of compiled results", {})
+
+
+class Kept(tuple[Any, ...]):  # noqa: SLOT001 - a tuple cannot have slots of its own
+    """What a graph keeps of a tensor, as torch reads and compares it, and where it begins in its storage."""
+
+    offset: int
+
+    def __new__(cls, kept: tuple[Any, ...], offset: int) -> Self:
+        """Hang the offset on what torch keeps."""
+        made = super().__new__(cls, kept)
+        made.offset = offset
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, (tuple(self), self.offset)
+
+
+def begin_of(kept: tuple[Any, ...]) -> int:
+    """Where the tensor began in its storage on one device: torch takes views of a base from there."""
+    return kept.offset if isinstance(kept, Kept) else 0
 
 
 def spec_again(inner: dict[str, Any], kept: tuple[Any, ...], size: Any, stride: Any) -> Spec:
