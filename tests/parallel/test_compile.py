@@ -200,6 +200,9 @@ def _taken_beside():
     made = _compiled(torch._foreach_add, "aot_eager")(several, 1.0)
     torch.testing.assert_close(made[0].full_tensor(), logits + 1)
     torch.testing.assert_close(made[1], several[1] + 1)
+    scale = torch.tensor(0.5, requires_grad=True)
+    _compiled(lambda x, scale: (x * scale).square().sum(), "aot_eager")(cut, scale).backward()
+    torch.testing.assert_close(scale.grad, logits.square().sum())  # a plain one
 
 
 def test_plain_tensors_that_say_how_they_are_meant_are_taken_in_a_graph(ranks):

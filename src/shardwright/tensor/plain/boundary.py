@@ -151,6 +151,8 @@ def call(
     kwargs = {} if kwargs is None else kwargs
     if torch.compiler.is_compiling():
         _judge_in_a_graph(func, args, kwargs)
+        if torch.is_grad_enabled() and _has_plain_graph(args, kwargs) and not leaves_alone(func):
+            args, kwargs = _taken_as_replicated(func, args, kwargs, _wants_gradient)
         with DisableTorchFunctionSubclass():
             own = OF_GRAPHS.get(func)
             return func(*args, **kwargs) if own is None else own(func, args, kwargs)
@@ -194,6 +196,14 @@ def _judge_in_a_graph(func: Any, args: Args, kwargs: dict[str, Any]) -> None:
     alike = implicitly_replicated() or _is_parallel_loss(func, args, kwargs)
     if not alike and positions_apart(func, args, kwargs) is None:
         _refuse_plain(func, args, kwargs)
+
+
+def _has_plain_graph(args: Args, kwargs: dict[str, Any]) -> bool:
+    """Is one of a graph of plain tensors, where what Dynamo has read is taken apart?"""
+    if state.blocks or state.rank_local:
+        return False
+    plain = (x for x in tensors_in((*args, *kwargs.values())) if not isinstance(x, TorchDTensor))
+    return any(_wants_gradient(x) and type(x) is not FakeTensor for x in plain)
 
 
 def _is_read_by_dynamo(value: Any) -> bool:
