@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from shardwright.compat import TRIED, warn_if_untried
+from tests.programs import Program
 
 ROOT = Path(__file__).parent.parent
 UNTRIED = (
@@ -42,7 +41,6 @@ def test_another_release_is_named(version):
 
 @pytest.mark.processes
 def test_the_import_says_it_once():
-    run = subprocess.run(
-        [sys.executable, "-c", UNTRIED], capture_output=True, text=True, timeout=120, check=True
-    )
+    run = Program(UNTRIED).end()
+    assert run.returncode == 0, run.stderr
     assert run.stderr.count("shardwright was tried with torch") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from shardwright.checkpoint import async_save, background, load
 from shardwright.checkpoint.agree import Call
 from shardwright.checkpoint.storage.arena import copy_bytes
 from shardwright.errors import CheckpointError
+from tests.programs import Program
 
 _changed = threading.Event()
 Ranks = Callable[..., list[Any]]
@@ -215,9 +215,8 @@ async_save(sys.argv[1], extra=1)
 
 @pytest.mark.processes
 def test_a_failure_that_nobody_waits_for_is_told_at_the_end(tmp_path: Path) -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", _UNHEARD, str(tmp_path / "c")], capture_output=True, text=True, check=True
-    )
+    told = Program(_UNHEARD, str(tmp_path / "c")).end()
+    assert told.returncode == 0
     assert "nobody waited for it: the disk is full" in told.stderr
 
 

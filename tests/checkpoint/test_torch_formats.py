@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +22,7 @@ from shardwright.parallel import parallelize_fsdp
 from shardwright.testing import rank_mesh
 from tests.checkpoint import torch_reader
 from tests.checkpoint.programs import same
+from tests.programs import Program
 
 Ranks = Callable[..., list[Any]]
 PLACES: dict[str, dict[str, Any]] = {
@@ -66,15 +64,11 @@ def save_for_torch(path: Path, how: str) -> dict[str, torch.Tensor]:
 
 def read_by_torch(path: Path, world: int) -> dict[str, dict[str, torch.Tensor]]:
     out = path.with_name("out.pt")
-    program = [sys.executable, torch_reader.__file__, str(path), str(out)]
-    ranks = [program] if world == 1 else [[*program, str(rank), str(world)] for rank in range(world)]
-    with contextlib.ExitStack() as stack:
-        running = [
-            stack.enter_context(subprocess.Popen(one, stderr=subprocess.PIPE, text=True)) for one in ranks
-        ]
-        for one in running:
-            _, errors = one.communicate(timeout=120)
-            assert one.returncode == 0, errors
+    words = [str(path), str(out)]
+    ranks = [words] if world == 1 else [[*words, str(rank), str(world)] for rank in range(world)]
+    for running in [Program(Path(torch_reader.__file__), *words) for words in ranks]:
+        ended = running.end()
+        assert ended.returncode == 0, ended.stderr
     found: dict[str, dict[str, torch.Tensor]] = torch.load(out)
     return found
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from shardwright.comm.guard import guarded
 from shardwright.errors import ConfigError
+from tests.programs import Program
 
 from . import guarded_programs as programs
 
@@ -68,15 +67,12 @@ def test_a_rank_that_says_nothing_is_given_up_after_the_patience(ranks):
 
 @pytest.mark.processes
 def test_the_environment_guards_a_whole_program_and_its_end(tmp_path):
-    environment = {**os.environ, "SHARDWRIGHT_GUARD": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, programs.__file__, str(tmp_path / "store")]
-    running = [
-        subprocess.Popen([*command, rank], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in "01"
-    ]
-    texts = [process.communicate(timeout=120)[1] for process in running]
-    for process, said in zip(running, texts, strict=True):
-        assert process.returncode == 1, said
+    environment = {"SHARDWRIGHT_GUARD": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    file, store = Path(programs.__file__), str(tmp_path / "store")
+    running = [Program(file, store, rank, environment=environment) for rank in "01"]
+    for ended in [program.end() for program in running]:
+        said = ended.stderr
+        assert ended.returncode == 1, said
         assert "are about to run different calls" in said
         assert ": ended" in said
         assert "f32[4@tp, 6] -> f32[4, 6]" in said

@@ -1,8 +1,5 @@
 """What the first use of the library imports, and that the compiler is told of our functions all the same."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +7,7 @@ import torch
 
 import shardwright
 from shardwright.compat import TorchDispatchMode, without_modes
+from tests.programs import Program
 from tests.tiers import only
 
 SOURCE = Path(shardwright.__file__).parents[1]
@@ -46,15 +44,9 @@ print(*[name for name in ("numpy.ma", "torch._dynamo", "torch._inductor") if nam
 
 def printed(program: str) -> list[str]:
     """The lines that a new process prints."""
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return found.stdout.splitlines()
+    ended = Program(program, environment={"PYTHONPATH": str(SOURCE)}).end()
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
