@@ -15,7 +15,7 @@ from shardwright.errors import (
     RuleError,
     SpmdError,
 )
-from shardwright.parallel import parallelize_context
+from shardwright.parallel import parallelize_context, parallelize_fsdp, parallelize_replicate
 from shardwright.testing.meshes import rank_mesh
 
 from .cases import close, full, place
@@ -222,3 +222,27 @@ def _other_things():
 
 def test_other_things_are_refused_by_name(ranks):
     ranks(1, _other_things)
+
+
+def _sparse():
+    """Law: a sparse tensor has no placement, and what would make one says so."""
+    mesh = rank_mesh((1,), ("tp",))
+    x = sw.distribute_tensor(torch.eye(4), mesh, [sw.Shard(0)])
+    table = torch.nn.Embedding(6, 4, sparse=True)
+    before = table.weight
+    with pytest.raises(LayoutError, match=r"from_local takes a dense tensor, was given a torch\.sparse_coo"):
+        sw.DTensor.from_local(torch.eye(4).to_sparse(), mesh, [sw.Shard(0)])
+    for verb in (parallelize_replicate, parallelize_fsdp):
+        with pytest.raises(ParallelError, match="weight: the gradient of a Embedding with sparse=True"):
+            verb(table, mesh)
+    assert table.weight is before
+    sw.distribute_module(table, mesh, {"weight": {"tp": sw.Shard(1)}})
+    with sw.spmd(mesh):
+        y = table(torch.tensor([1, 2, 2]))
+    for call in (x.to_sparse, x.to_sparse_csr, lambda: torch.sparse.softmax(x, 0), y.sum().backward):
+        with pytest.raises(RuleError, match="sparse.*the parts of a DTensor are dense"):
+            call()
+
+
+def test_sparse_tensors_are_refused(ranks):
+    ranks(1, _sparse)

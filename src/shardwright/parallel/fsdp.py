@@ -28,7 +28,7 @@ from shardwright.parallel.direct_calls import serve_direct_calls
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.fully_shard_arguments import by_name
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_order, refuse_twice
-from shardwright.parallel.place import local_plain, place_parameters
+from shardwright.parallel.place import local_plain, place_parameters, refuse_sparse_gradients
 from shardwright.parallel.same_model import Said, agreed, heard_by_stages
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
 from shardwright.parallel.sharded_layouts import beside_in, goes_within, sharded_layouts
@@ -219,6 +219,7 @@ def _refuse_container(module: nn.Module) -> None:
 
 def _refuse_what_torch_cannot(slots: Sequence[Slot]) -> None:
     """Raise ParallelError for what `fully_shard` takes and fails at, or ignores, when the unit runs."""
+    refuse_sparse_gradients(slots)
     dtypes: dict[torch.dtype, str] = {}
     for slot in slots:
         parameter = slot.get()

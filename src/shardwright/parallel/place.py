@@ -24,6 +24,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.localized import LocalizedDTensor
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.more_axes import cut_over, on_more_axes, shared_by
+from shardwright.tensor.modules.slots import Slot
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.spec import LocalUse, spec_of
 from shardwright.tensor.wrap import as_ours, wrap
@@ -104,6 +105,17 @@ def _refuse_sharded(path: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Non
             f"{path}: fully_shard manages this parameter on axis {axis!r} and hands out its own; place it on "
             f"{axis_names(mesh)} first and shard it then, or do both with parallelize_hsdp"
         )
+
+
+def refuse_sparse_gradients(slots: Iterable[Slot]) -> None:
+    """Raise ParallelError for tables whose gradients are sparse tensors: those have no placement."""
+    for slot in slots:
+        owner = slot.owner
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse and slot.get().requires_grad:
+            raise ParallelError(
+                f"{slot.path}: the gradient of a {type(owner).__name__} with sparse=True is a sparse tensor, "
+                "which has no placement\n  fix: sparse=False, or freeze the table"
+            )
 
 
 def local_plain(parameter: nn.Parameter) -> torch.Tensor:

@@ -7,10 +7,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import named_axes
-from shardwright.parallel.place import place_parameters
+from shardwright.parallel.place import place_parameters, refuse_sparse_gradients
 from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.placement.base import Replicate
 from shardwright.tensor.distribute import refuse_source
+from shardwright.tensor.modules.slots import slots_of
 
 
 @heard_by_stages
@@ -33,6 +34,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, src_data_rank:
     with agreed("parallelize_replicate", module, mesh) as said:
         axes = named_axes(mesh, "parallelize_replicate", module)
         refuse_source(mesh, src_data_rank)
+        refuse_sparse_gradients(slots_of(module))
         experts = spread_over(module, mesh)
         said.options, said.left_alone = {"src_data_rank": src_data_rank}, experts
     whole = (Replicate(),) * len(axes)

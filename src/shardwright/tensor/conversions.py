@@ -112,6 +112,8 @@ def from_local_in_graph(
             f"from_local takes the plain tensor of this rank, and was given a {type(local).__name__}\n"
             "  fix: redistribute moves a DTensor; to_local() is this rank's part of it"
         )
+    if local.layout is not torch.strided:
+        raise LayoutError(f"from_local takes a dense tensor, was given a {local.layout}: to_dense()")
     placements, grad_placements = together(names, values), together(grad_names, grad_values)
     mesh = current_mesh(mesh)
     given = (Replicate(),) * mesh.ndim if placements is None else placements

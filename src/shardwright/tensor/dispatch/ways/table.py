@@ -87,6 +87,22 @@ def _has_no_rule(func: Op) -> bool:
     return not registry.rules_of(func)
 
 
+def _refuse_sparse(func: Op, _args: Args, _kwargs: Kwargs) -> Any:
+    raise RuleError(
+        f"{func.name()}: the parts of a DTensor are dense, sparse tensors have no placement\n"
+        "  fix: compute on dense tensors (nn.Embedding(sparse=False)), or on x.to_local() and x.full_tensor()"
+    )
+
+
+_SPARSE = (
+    "_sparse_compressed_tensor_unsafe", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "_sparse_log_softmax",
+    "_sparse_mm_reduce_impl", "_sparse_softmax", "_sparse_sum", "_to_sparse", "_to_sparse_bsc",
+    "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr", "sparse_mask", "sparse_sampled_addmm",
+)  # fmt: skip
+_PACKETS = [getattr(torch.ops.aten, name) for name in _SPARSE]
+_OF_SPARSE = {getattr(each, name): _refuse_sparse for each in _PACKETS for name in each.overloads()}
+
+
 def _of_an_undefined_gradient(asked: Asked) -> Any:
     return steps.of_an_undefined_gradient(asked) if asked.args and asked.args[0] is None else None
 
@@ -97,6 +113,7 @@ def _on_one_mesh(asked: Asked) -> Any:
 
 WAYS: list[Way] = [
     Way("collective by hand", of_op=lambda _: run_collective, only=is_collective),
+    Way("sparse tensors", of_op=_OF_SPARSE.get),
     Way("host value", of_op=READS.get),
     Way("resize", of_op=RESIZES.get),
     Way("other memory", of_op=SETS.get),
