@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwright as sw
 from shardwright.errors import ParallelError
 from shardwright.parallel import parallelize_fsdp
 from shardwright.testing import rank_mesh
@@ -55,3 +56,26 @@ def _of_a_frozen_critic():
 
 def test_a_penalty_through_a_frozen_unit_that_keeps_its_parameters(ranks):
     ranks(2, _of_a_frozen_critic)
+
+
+def _of_parameters(place, inside):
+    """Data ranks share the parameters, and each has a loss of its own on the ranks of `tp`."""
+    mesh, x = rank_mesh((2, 2), ("dp", "tp")), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    model, one = _net(), _net()
+    sw.distribute_module(model[0], mesh["tp"], {"weight": {"tp": sw.Shard(0)}, "bias": {"tp": sw.Shard(0)}})
+    place(model, mesh["dp"])
+    with sw.spmd(mesh["tp"]):
+        loss = model(x.chunk(2)[mesh.get_local_rank("dp")]).square().sum()
+        if inside:
+            loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+    if not inside:
+        loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+    loss.backward()
+    (one(x).square().sum() + 0.1 * sum(p.square().sum() for p in one.parameters())).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), one.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_penalty_on_parameters_beside_a_loss_of_tensor_ranks(ranks, inside):
+    ranks(4, _of_parameters, parallelize_fsdp, inside)

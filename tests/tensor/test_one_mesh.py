@@ -104,9 +104,9 @@ def _refused():
         a + b
     assert "redistribute" not in str(caught.value)  # nothing goes from a mesh to its slice
     with pytest.raises(RuleError, match=r"other\.full_tensor\(\)"):
-        a * b.sum()  # its gradient would have to come back
+        b * a.sum()  # its gradient would come from a slice, and another from each
     with pytest.raises(RuleError, match=r"self\.full_tensor\(\)"):
-        b.sum() * a
+        a.sum() * b
     one, two = (nn.Parameter(_VALUES[name].clone()) for name in "ab")
     for x, y, number in ((a, b, b.sum().full_tensor()), (one, two, two.sum())):
         (x * number + y.square().sum().detach()).square().sum().backward()
@@ -117,6 +117,35 @@ def _refused():
     largest = a.detach().amax()
     with sw.explicit(), pytest.raises(ImplicitRedistributionError, match="number"):
         b.detach().mul(largest.redistribute(placements=[sw.Partial("max"), sw.Replicate()]))
+
+
+def _come_back():
+    """The gradient of a number of a slice, by what it meets on the larger mesh and by what on the slice."""
+    mesh = _put("a").device_mesh
+    row = mesh.get_local_rank("dp")
+    for cut in ([sw.Shard(0), sw.Shard(1)], [sw.Replicate(), sw.Shard(0)], [sw.Replicate()] * 2):
+        for at in (sw.Shard(1), sw.Replicate()):
+            a = nn.Parameter(sw.distribute_tensor(_VALUES["a"], mesh, cut))
+            b = nn.Parameter(sw.distribute_tensor(_VALUES["b"], mesh["tp"], [at]))
+            one, two = (nn.Parameter(_VALUES[name].clone()) for name in "ab")
+            for x, y in ((a, b), (one, two)):
+                number = y.square().sum()
+                for loss in (number * x, x / number + number * 2, number.log() + x.sum()):
+                    loss.sum().backward(retain_graph=True)
+                own = (1 + row) * number.square()  # what this row alone computes
+                ((x * number).sum() + own).backward()
+            close(b.grad, two.grad)
+            assert b.grad.device_mesh == mesh["tp"]
+    scale = nn.Parameter(sw.distribute_tensor(torch.tensor([3.0]), mesh["tp"], [sw.Replicate()]))
+    for _ in range(3):
+        loss = (a.detach() * scale).sum()
+    loss.backward()
+    close(scale.grad, _VALUES["a"].sum()[None])
+    assert len(scale._backward_hooks) == 1
+
+
+def test_gradients_of_numbers_come_back_to_their_slice(ranks):
+    ranks(4, _come_back)
 
 
 def test_numbers_of_another_slice_go_along(ranks):

@@ -240,7 +240,7 @@ def _sparse():
     with sw.spmd(mesh):
         y = table(torch.tensor([1, 2, 2]))
     for call in (x.to_sparse, x.to_sparse_csr, lambda: torch.sparse.softmax(x, 0), y.sum().backward):
-        with pytest.raises(RuleError, match="sparse.*the parts of a DTensor are dense"):
+        with pytest.raises(RuleError, match=r"sparse.*the parts of a DTensor are dense"):
             call()
 
 

@@ -2,8 +2,9 @@
 
 A value of one element counts as a number there: it is the same on every rank that its mesh does not name, as
 a plain tensor of one element beside a DTensor is. So it may go along on the mesh of the others; this is what
-the norm of all gradients needs, and the factor that scales each. Anything larger keeps its mesh: on a slice,
-ranks of other rows may hold other rows of a batch, and nothing says so.
+the norm of all gradients needs, the factor that scales each, and a loss on a slice beside a penalty on
+parameters that data ranks share: each slice has the whole gradient of its own loss. Anything larger keeps its
+mesh: on a slice, ranks of other rows may hold other rows of a batch, and nothing says so.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compat import root_mesh, tree_map_only
+from shardwright.compat import current_graph_task_id, root_mesh, tree_map_only
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
-from shardwright.placement.base import Replicate
+from shardwright.placement.base import Placement, Replicate
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.refusal import meshes_text
 from shardwright.tensor.dispatch.asked import Asked, are_together
@@ -34,7 +35,7 @@ def on_one_mesh(asked: Asked) -> Steps:
     """The call, whose operands live on several meshes, with its numbers on the mesh of the others.
 
     Raises: RuleError: operands of more than one element, or that are written, live on different meshes; it
-        names the way out. Running it raises that for a number that wants a gradient.
+        names the way out. Running it raises that for a number that wants a gradient and goes to a slice.
     """
     func, args, kwargs, tensors = asked.func, asked.args, asked.kwargs, asked.tensors
     mesh = _home(func, args, kwargs, tensors)
@@ -42,12 +43,18 @@ def on_one_mesh(asked: Asked) -> Steps:
         raise _refusal(func, args, kwargs, tensors)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        home = mesh
+        if func is _SUM and current_graph_task_id() != -1:  # of gradients of a number on a slice, of which
+            home = min((x.device_mesh for x in args[:2]), key=_ndim)  # some may be that slice's own
+
         def bring(x: DTensor) -> DTensor:
-            if as_mesh_shape(x.device_mesh) == as_mesh_shape(mesh):
+            if as_mesh_shape(x.device_mesh) == as_mesh_shape(home):
                 return x
             if x.requires_grad and torch.is_grad_enabled():
-                raise _refusal(func, args, kwargs, tensors)
-            return _brought(func.name(), x, mesh)
+                if x.device_mesh.ndim > home.ndim:
+                    raise _refusal(func, args, kwargs, tensors)
+                _let_come_back(x)
+            return _brought(func.name(), x, home)
 
         return func(*tree_map_only(CLASSES[0], bring, args), **tree_map_only(CLASSES[0], bring, kwargs))
 
@@ -96,6 +103,39 @@ def _brought(op: str, x: DTensor, mesh: DeviceMesh) -> DTensor:
     placements = tuple(kept.get(axis, Replicate()) for axis in home.axes)
     there = Layout(mesh, placements, have.shape, dtype=have.dtype, stride=have.stride)
     return wrap(local.detach(), spec_of(there, mesh))
+
+
+def _ndim(mesh: DeviceMesh) -> int:
+    return int(mesh.ndim)
+
+
+def _let_come_back(x: DTensor) -> None:
+    """Bring the gradient of a number home, from the larger mesh that it is computed with on.
+
+    Below autograd, where this is asked, its graph is made already: what comes along it is seen by a hook.
+    """
+    if hasattr(x, _COMES_BACK):
+        return
+    setattr(x, _COMES_BACK, True)
+    own, mesh, shape, stride = x._spec.layout, x.device_mesh, x.shape, x.stride()
+
+    def home(gradient: Any) -> Any:
+        if not isinstance(gradient, DTensor) or as_mesh_shape(gradient.device_mesh) == own.mesh_shape:
+            return gradient
+        have = gradient._spec.layout
+        placed = dict(zip(have.axes, have.placements, strict=True))
+        wanted: dict[str, Placement] = dict.fromkeys(have.axes, Replicate())
+        for axis, p in zip(own.axes, own.placements, strict=True):
+            term = p.is_replicated and placed[axis].is_partial("sum")
+            wanted[axis] = placed[axis] if term else p.dual()
+        local = gradient.redistribute(gradient.device_mesh, wanted).to_local()
+        return DTensor.from_local(local, mesh, {a: wanted[a] for a in own.axes}, shape=shape, stride=stride)
+
+    x.register_hook(home)  # type: ignore[no-untyped-call]
+
+
+_SUM = torch.ops.aten.add.Tensor  # by which autograd adds gradients
+_COMES_BACK = "_comes_back_from_a_larger_mesh"
 
 
 def _refusal(func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> RuleError:
