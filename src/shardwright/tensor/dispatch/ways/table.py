@@ -95,9 +95,10 @@ def _refuse_sparse(func: Op, _args: Args, _kwargs: Kwargs) -> Any:
 
 
 _SPARSE = (
-    "_sparse_compressed_tensor_unsafe", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "_sparse_log_softmax",
-    "_sparse_mm_reduce_impl", "_sparse_softmax", "_sparse_sum", "_to_sparse", "_to_sparse_bsc",
-    "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr", "sparse_mask", "sparse_sampled_addmm",
+    "_sparse_compressed_tensor_unsafe", "_sparse_coo_tensor_with_dims", "_sparse_log_softmax",
+    "_sparse_coo_tensor_with_dims_and_tensors", "_sparse_mm_reduce_impl", "_sparse_softmax", "_sparse_sum",
+    "_to_sparse", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr", "sparse_mask",
+    "sparse_sampled_addmm",
 )  # fmt: skip
 _PACKETS = [getattr(torch.ops.aten, name) for name in _SPARSE]
 _OF_SPARSE = {getattr(each, name): _refuse_sparse for each in _PACKETS for name in each.overloads()}
