@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from shardwright import DTensor, Shard, distribute_tensor, init_device_mesh
 from shardwright.checkpoint import agree, async_save, background, load, load_hf, read_manifest, save, save_hf
 from shardwright.checkpoint.hugging_face import export
 from shardwright.errors import CheckpointError
@@ -225,6 +230,36 @@ def test_a_rank_that_does_not_answer_is_told_of_in_words(tmp_path: Path) -> None
     ):
         save(tmp_path / "c", v=1)
     save(tmp_path / "c", v=1)
+
+
+def beside_a_death(path: Path, how: str) -> str:
+    """A fork of this rank is the other one, and dies where both are in collectives of torch: what is said."""
+    dist.destroy_process_group()
+    rank = int(os.fork() == 0)
+    limit = timedelta(seconds=10)
+    dist.init_process_group("gloo", f"file://{path}.store", rank=rank, world_size=2, timeout=limit)
+    mesh, model = init_device_mesh("cpu", (2,)), nn.Linear(4, 4)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None))
+    try:
+        if rank == 1:
+            DTensor.full_tensor = dcp.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(agree.LostError) as error:
+            save_hf(model, path) if how == "hf" else save(path, model, format="dcp")
+    finally:
+        if rank == 1:
+            os._exit(1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["hf", "dcp"])
+def test_a_rank_that_dies_amid_collectives_of_torch_is_told_of_in_words(
+    ranks: Ranks, tmp_path: Path, how: str
+) -> None:
+    """They were gathers of whole tensors, and torch's own save: what the backend said came through."""
+    (said,) = ranks(1, beside_a_death, tmp_path / "c", how, fresh=True)
+    assert "a rank did not answer rank 0 amid" in said
+    assert f"{tmp_path / 'c'}" in said
+    assert not [one for one in tmp_path.rglob("*") if not one.name.endswith(".store")]
 
 
 class Handles:

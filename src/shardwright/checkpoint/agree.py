@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import secrets
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from shardwright.errors import CheckpointError, ShardwrightError, words_of
 
 T = TypeVar("T")
 Group = Any
+_OF_A_BACKEND = re.compile("gloo|nccl|mpi|connection|timed? ?out", re.IGNORECASE)  # words of its errors
 
 
 def world() -> int:
@@ -120,7 +122,7 @@ class Call:
     ) -> tuple[_Outcome, BaseException | None]:
         """What a rank has to tell, and the interrupt with which it goes on when it has told of it."""
         try:
-            with nullcontext() if whole else self.interrupts.open():
+            with contextlib.nullcontext() if whole else self.interrupts.open():
                 return mine._replace(result=function()), None
         except ShardwrightError as error:
             return mine._replace(reason=str(error)), None
@@ -157,11 +159,20 @@ def _gather(mine: _Outcome, group: Group) -> list[_Outcome]:
     if world() == 1:
         return [mine]
     everybody: list[Any] = [None] * world()
-    try:
+    with answered(mine.doing):
         dist.all_gather_object(everybody, mine, group=group)
+    return everybody
+
+
+@contextlib.contextmanager
+def answered(doing: str) -> Iterator[None]:
+    """A block of collectives of torch. Raises: LostError: a rank does not answer."""
+    try:
+        yield
     except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or _OF_A_BACKEND.search(str(error))):
+            raise
         raise LostError(
-            f"a rank did not answer rank {rank()} amid {mine.doing}: it died, hangs or cannot be reached "
+            f"a rank did not answer rank {rank()} amid {doing}: it died, hangs or cannot be reached "
             f"(its own output may say why). End all ranks and start again. The backend says: {error}"
         ) from error
-    return everybody

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.agree import Call, Group, rank, warn_without_group, world
+from shardwright.checkpoint.agree import Call, Group, answered, rank, warn_without_group, world
 from shardwright.checkpoint.collector import no_collection
 from shardwright.checkpoint.job import Job, prepared
 from shardwright.checkpoint.save import State
@@ -203,7 +203,8 @@ def _group() -> Group:
         return None
     default: Any = dist.group.WORLD
     if default not in _groups:
-        _groups[default] = dist.new_group(backend="gloo", timeout=_limit(default))
+        with answered("making the group of saves in the background"):
+            _groups[default] = dist.new_group(backend="gloo", timeout=_limit(default))
     return _groups[default]
 
 

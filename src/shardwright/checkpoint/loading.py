@@ -115,13 +115,10 @@ class Loading:
             change.make(self.call, self.path, self._changes())
         finally:
             self.reader.close()
-        manifest = self.manifest
         plain = [node.path for node in self.nodes if node.kind is Kind.VALUE and node.path in self.values]
         values = {path: self.values[path] for path in plain}
-        restored = self.rng is not None
-        return Loaded(
-            self.path, manifest.step, self.extra, self.config, restored, values, self.reader.bytes_read
-        )
+        step, restored, read = self.manifest.step, self.rng is not None, self.reader.bytes_read
+        return Loaded(self.path, step, self.extra, self.config, restored, values, read)
 
     def replaced(self) -> bool:
         """Whether what stands at the path is not what failed here, with nothing changed yet. A collective."""

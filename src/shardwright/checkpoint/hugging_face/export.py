@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.agree import Call, rank, warn_without_group, world
+from shardwright.checkpoint.agree import Call, answered, rank, warn_without_group, world
 from shardwright.checkpoint.collect import digest
 from shardwright.checkpoint.hugging_face.conversions import Maps, maps_of
 from shardwright.checkpoint.hugging_face.index import SINGLE
@@ -213,7 +213,7 @@ class _Export:
             tensor = self.tensors.get(name)
             if tensor is None:  # of another stage
                 continue
-            with torch.no_grad():
+            with torch.no_grad(), answered(f"exporting {self.folder}"):
                 whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
             if self.failure is None:
                 self._try_to_write(call, name, whole)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwright.checkpoint.agree import Call, rank, world
+from shardwright.checkpoint.agree import Call, answered, rank, world
 from shardwright.checkpoint.collect import Collected, Part, collect
 from shardwright.checkpoint.job import Job, refuse_other_steps
 from shardwright.checkpoint.others.torch_names import as_torch_nests
@@ -202,7 +202,7 @@ def _roll_back(store: LocalStore, *, alone: bool = True, mine: bool = False) -> 
 
 def _write(writer: _Writer, nests: dict[str, Any]) -> None:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), answered(f"writing {writer.place}"):
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
             torch_checkpoint.save(nests, storage_writer=writer, planner=_Planner(), no_dist=world() == 1)
     except torch_checkpoint.CheckpointException as error:

@@ -61,12 +61,6 @@ class _Record:
         self.state = state
 
 
-class _Size(tuple[int, ...]):
-    """In place of torch.Size."""
-
-    __slots__ = ()
-
-
 _KNOWN = {
     *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
     *(
@@ -87,7 +81,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _KNOWN:
             return type(name, (_Record,), {})
         if (module, name) == ("torch", "Size"):
-            return _Size
+            return tuple
         if module == "torch" and name in DTYPES:
             return name
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint needs")
