@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 import warnings
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +99,28 @@ def see():
     at_root = str(Path.cwd()) == "/"
     strict = torch.are_deterministic_algorithms_enabled()
     return torch.get_default_dtype(), torch.is_grad_enabled(), strict, os.environ.get("SPOILED"), at_root
+
+
+LEFT: list[object] = []
+MANY = 20_000
+
+
+class Circle:
+    """What only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def leave_objects():
+    LEFT[:] = [weakref.ref(Circle()), *([number] for number in range(MANY))]
+
+
+def look_for_objects():
+    looked_at = len(gc.get_objects())
+    is_gone = LEFT[0]() is None
+    LEFT.clear()
+    return looked_at, is_gone
 
 
 def pid():
@@ -219,6 +243,14 @@ def test_a_call_leaves_no_settings_to_the_next(ranks):
     spoiled = ranks(2, spoil)
     assert ranks(2, pid) == spoiled
     assert ranks(2, see) == before
+
+
+def test_a_collection_in_a_call_looks_at_nothing_that_earlier_ones_left(ranks):
+    """Its garbage is gone, and what it keeps is not looked through again: a world sees many calls."""
+    ranks(1, leave_objects)
+    ((looked_at, is_gone),) = ranks(1, look_for_objects)
+    assert looked_at < MANY
+    assert is_gone
 
 
 def test_ranks_that_ended_their_group_are_not_reused(ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -175,6 +176,8 @@ def _load_file(name: str, file: str) -> ModuleType:
 
 def _reset(seed: int) -> None:
     """Undo what the last call may have left in the process, as far as torch lets it be undone."""
+    gc.collect()
+    gc.freeze()  # a call that looks for garbage finds its own, and not slower in a world that has seen many
     forget_streams()
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the legacy state is what a test may have used
