@@ -42,6 +42,11 @@ MODELS_FLAGS ?=
 WALKS_FLAGS ?= --check
 FUZZ_FLAGS ?= --programs 20000
 
+# Side by side: the linters work on one file after another, and the tests leave some of the time to them.
+ifneq (,$(and $(filter lint,$(MAKECMDGOALS)),$(filter test,$(MAKECMDGOALS))))
+MAKEFLAGS += -j2
+endif
+
 # Each rank of each world imports the tests' modules: without their bytecode it would compile them first.
 export PYTHONDONTWRITEBYTECODE :=
 
