@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import shardwright as sw
 from shardwright.testing.meshes import rank_mesh
+from tests.tiers import only
 
 _SHARD, _WHOLE, _COLUMNS = [sw.Shard(0)], [sw.Replicate()], [sw.Shard(1)]
 
@@ -55,6 +56,27 @@ def _like_one_device(name, sizes):
 def test_each_length_of_a_dim_is_right(ranks, name, sizes):
     """Even ones, of which one graph may hold, and such that the ranks do not divide, before and after."""
     ranks(2, _like_one_device, name, sizes, timeout=120)
+
+
+def _of_other_examples(name):
+    """On rank 0 a length is a symbol from the first call on, as it has run on plain rows of another one."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    placements, program = _PROGRAMS[name]
+    compiled = torch.compile(program, backend="aot_eager")
+    if dist.get_rank() == 0:
+        compiled(torch.randn(4, 4))
+    for n in (6, 160):  # terms that go whole, and such that are summed by the backend
+        rows = torch.randn(n, 4, generator=torch.Generator().manual_seed(n)).double()
+        x = sw.distribute_tensor(rows, rank_mesh((2,), ("tp",)), placements)
+        torch.testing.assert_close(compiled(x).full_tensor(), program(rows))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", only(["sum"], ["gather", "sum", "scatter", "exchange"]))
+def test_graphs_of_one_length_and_of_any_send_the_same(ranks, name):
+    """A pending sum of few rows went whole in the one and to the backend's sum in the other: both waited."""
+    ranks(2, _of_other_examples, name, timeout=120)
 
 
 def _other_layouts():

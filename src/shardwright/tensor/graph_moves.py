@@ -7,6 +7,7 @@ plan for the numbers has them send, in the same order: another rank may have a g
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ from shardwright.layout.layout import Layout
 from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
+from shardwright.plan import network
+from shardwright.plan.decide import go_in_one_round
 from shardwright.tensor.graph_spec import GraphSpec
 from shardwright.tensor.spec import Spec
 
@@ -31,13 +34,28 @@ def moved(x: DTensor, target: Spec, reason: str) -> torch.Tensor | None:
     source = x._spec
     if not isinstance(source, GraphSpec) or not isinstance(target, GraphSpec) or source.coords is None:
         return None
-    steps = _steps(source, target)
+    steps = None if _is_planned(source) else _steps(source, target)
     if steps is None or any(s.dim is not None and x.shape[s.dim] % source.mesh.size(s.axis) for s in steps):
         return None
-    local = x._local_tensor
+    if any(step.gathers for step in steps) and not _is_even(source):
+        return None
+    local = x._local_tensor.resolve_conj().resolve_neg()
     for step in steps:
         local = step.run(local, source, reason)
     return local
+
+
+def _is_planned(spec: GraphSpec) -> bool:
+    """Does a plan look at more than the placements? At what repeats, what is empty, and at slow axes."""
+    return bool(network.current.slow_axes) or 0 in spec.shown.layout.stride or 0 in spec.shown.layout.shape
+
+
+def _is_even(spec: GraphSpec) -> bool:
+    """Have all ranks equally much? A plan gathers other parts by messages of other sizes."""
+    layout = spec.shown.layout
+    cuts = [(axis, dim) for dim in range(len(layout.shape)) for axis in _cuts(layout, dim)]
+    plain = all(layout.placements[axis] == Shard(dim) for axis, dim in cuts)
+    return plain and not any(spec.sizes[dim] % layout.sizes[axis] for axis, dim in cuts)
 
 
 class _Step:
@@ -58,11 +76,14 @@ class _Step:
         """Does it need no plan?"""
         return self.gathers or self.takes or self.scatters or self.sums or self.embeds
 
-    def run(self, local: torch.Tensor, spec: Spec, reason: str) -> torch.Tensor:
+    def run(self, local: torch.Tensor, spec: GraphSpec, reason: str) -> torch.Tensor:
         """What this rank holds after it."""
         mesh, coord = spec.mesh, (spec.coords or ())[self.axis]
         n, group, dim = mesh.size(self.axis), mesh.get_group(self.axis), self.dim or 0
         told: dict[str, Any] = {"axis": spec.shown.layout.axes[self.axis], "reason": reason}
+        if self.sums and _goes_whole(spec, n):
+            terms = local.expand(n, *local.shape)
+            return sum_in_order(exchange_rows(terms, [1] * n, [1] * n, group, **told))
         if self.sums:
             return reduce_over(local, "sum", group, **told)
         if isinstance(self.after, Pending):
@@ -77,6 +98,14 @@ class _Step:
         return sum_in_order(exchange_rows(parts, [1] * n, [1] * n, group, **told))
 
 
+def _goes_whole(spec: GraphSpec, terms: int) -> bool:
+    """Does each rank send its whole term to the others? A graph asks it of the sizes, as a plan does."""
+    layout = spec.shown.layout
+    copies = prod(n for p, n in zip(layout.placements, layout.sizes, strict=True) if not p.is_partition)
+    moved = (terms - 1) * copies * prod(spec.sizes) * layout.itemsize
+    return go_in_one_round(moved, prod(layout.sizes))
+
+
 def _steps(source: GraphSpec, target: GraphSpec) -> list[_Step] | None:
     """Those of the axes that change; None where one needs a plan, or its dim is cut by others too."""
     before, after = source.shown.layout, target.shown.layout
@@ -84,6 +113,8 @@ def _steps(source: GraphSpec, target: GraphSpec) -> list[_Step] | None:
     steps = [_Step(axis, a, b, len(before.shape)) for axis, (a, b) in enumerate(pairs) if a != b]
     if before.mesh_shape != after.mesh_shape or not all(step.is_known for step in steps):
         return None
+    if len(steps) > 1 and any(step.gathers or step.scatters or step.sums for step in steps):
+        return None  # a plan of several axes takes them in an order of its own, and sends less
     cuts = [(step.axis, step.dim) for step in steps if step.dim is not None]
     alone = all(_cuts(layout, dim) <= {axis} for axis, dim in cuts for layout in (before, after))
     return steps if alone else None
