@@ -41,11 +41,6 @@ Moves = tuple[list[Step], str]
 _LEVELS = "slow axes are gathered first and reduced last, so that less crosses them"
 
 
-def go_in_one_round(moved: int, ranks: int) -> bool:
-    """Are terms of which all ranks together send so many bytes sent whole? Of symbols, a graph asks it."""
-    return moved <= one_round_bytes() * ranks
-
-
 def one_round_bytes() -> int:
     """How many bytes per rank are few."""
     stated = network.current.one_round_bytes
@@ -267,7 +262,7 @@ class _Decision:
         direct = _exchange(self.before, arrival, self.reduced)
         moved, bound = direct.moved, self._bound(arrival)
         if in_one_round is None:
-            in_one_round = go_in_one_round(moved * self.source.itemsize, prod(self.sizes))
+            in_one_round = moved * self.source.itemsize <= one_round_bytes() * prod(self.sizes)
         if native is not None and not in_one_round:
             # Also where one exchange moves as little (two terms): it needs a buffer for the other's term.
             more = native.moved / bound

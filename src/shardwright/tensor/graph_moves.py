@@ -19,7 +19,7 @@ from shardwright.placement.base import Partition, Pending, Placement
 from shardwright.placement.partial import Partial
 from shardwright.placement.shard import Shard
 from shardwright.plan import network
-from shardwright.plan.decide import go_in_one_round
+from shardwright.plan.decide import one_round_bytes
 from shardwright.tensor.graph_spec import GraphSpec
 from shardwright.tensor.spec import Spec
 
@@ -103,7 +103,7 @@ def _goes_whole(spec: GraphSpec, terms: int) -> bool:
     layout = spec.shown.layout
     copies = prod(n for p, n in zip(layout.placements, layout.sizes, strict=True) if not p.is_partition)
     moved = (terms - 1) * copies * prod(spec.sizes) * layout.itemsize
-    return go_in_one_round(moved, prod(layout.sizes))
+    return moved <= one_round_bytes() * prod(layout.sizes)
 
 
 def _steps(source: GraphSpec, target: GraphSpec) -> list[_Step] | None:
