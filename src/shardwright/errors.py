@@ -67,6 +67,11 @@ def words_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def printable(text: str) -> str:
+    """A text of which a terminal shows all: what would control it stands as Python writes it."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def reason_of(error: BaseException) -> str:
     """The text of an error whose file is named beside it: of what the system refuses, why."""
     return getattr(error, "strerror", None) or str(error)

@@ -94,6 +94,25 @@ class TestCommandLine:
         assert "model/weight  float32[2, 2]  16 B in 1 box" in text
         assert "bias" not in text
 
+    def test_names_control_no_terminal(self, tmp_path: Path, capfd: Any) -> None:
+        """A checkpoint of somebody else could ring, turn the text around and write lines of its own."""
+        names = ["a\x1b[31mb", "c\x07", "d\u202ee", "f\nPATH: every byte is as it was written", "\u00e9"]
+        for number in range(2):
+            save(tmp_path / str(number), state={name: torch.full((2,), number) for name in names})
+        main(["checkpoint", "show", str(tmp_path / "0"), "--match", "state/*"])
+        main(["checkpoint", "diff", str(tmp_path / "0"), str(tmp_path / "1")])
+        data = next((tmp_path / "0").glob("data*"))
+        data.write_bytes(data.read_bytes().replace(bytes(8), bytes(7) + b"1"))
+        main(["checkpoint", "verify", str(tmp_path / "0")])
+        main(["checkpoint", "ls", f"{tmp_path}/\x1b[31m"])
+        main(["checkpoint", "show", f"{tmp_path}/\x1b[31m"])
+        said = capfd.readouterr()
+        lines = f"{said.out}{said.err}".split("\n")
+        assert all(line.isprintable() for line in lines), said
+        assert sum("\\x1b[31m" in line for line in lines) == 5
+        assert sum("\u00e9" in line for line in lines) == 2
+        assert not [line for line in lines if line.startswith("PATH")]
+
     def test_verify_and_diff_say_by_exit_code_what_they_found(self, out: Path, capsys: Any) -> None:
         first, second = str(step_path(out, 1)), str(step_path(out, 2))
         assert main(["checkpoint", "verify", first]) == 0

@@ -15,7 +15,7 @@ from shardwright.cli.doctor import doctor
 from shardwright.cli.explain import explain
 from shardwright.cli.plan import plan
 from shardwright.cli.train import NEWEST, TrainCommand, train
-from shardwright.errors import ShardwrightError
+from shardwright.errors import ShardwrightError, printable
 
 USER_ERROR = 2
 
@@ -91,5 +91,5 @@ def _refuse(message: str, *, everywhere: bool = False) -> int:
     """Say what is wrong in one line. Ranks of one torchrun share their arguments, so the first one speaks."""
     if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError, AttributeError):  # closed, or full
-            sys.stderr.write(f"shardwright: {' '.join(message.split())}\n")
+            sys.stderr.write(f"shardwright: {printable(' '.join(message.split()))}\n")
     return USER_ERROR

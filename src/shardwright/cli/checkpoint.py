@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.storage.place import Place
@@ -33,10 +33,10 @@ def list_all(path: Run) -> int:
     for one in sorted((*found.committed, *found.unfinished), key=step_of, reverse=True):
         reason = why_unusable(one)
         usable = usable or not reason
-        typer.echo(f"{one.name}  {f'!! {reason}' if reason else _summary(one)}")
+        _say(f"{one.name}  {f'!! {reason}' if reason else _summary(one)}")
     if not usable:
         alone = "one checkpoint, not the folder of a run (see `shardwright checkpoint show`)"
-        typer.echo(f"{path}: {'no checkpoint that can be used' if why_unusable(path) else alone}")
+        _say(f"{path}: {'no checkpoint that can be used' if why_unusable(path) else alone}")
     return int(not usable)
 
 
@@ -62,19 +62,19 @@ def show(
     from shardwright.checkpoint.contents import bytes_of, open_checkpoint
 
     manifest = open_checkpoint(path)
-    typer.echo(f"{path}: save {manifest.id} of shardwright {manifest.library}, torch {manifest.torch}")
-    typer.echo(f"  {_summary(path)}, {len(manifest.files)} files")
+    _say(f"{path}: save {manifest.id} of shardwright {manifest.library}, torch {manifest.torch}")
+    _say(f"  {_summary(path)}, {len(manifest.files)} files")
     for key, tensor in manifest.tensors.items():
         if fnmatchcase(key, match):
             how = f"{len(tensor.parts)} boxes" if len(tensor.parts) != 1 else "1 box"
-            typer.echo(f"  {key}  {tensor.layout or tensor}  {_size(bytes_of(tensor))} in {how}")
+            _say(f"  {key}  {tensor.layout or tensor}  {_size(bytes_of(tensor))} in {how}")
     for name, first in manifest.ties.items():
-        typer.echo(f"  {name}  is {first}")
+        _say(f"  {name}  is {first}")
     for name, one in manifest.optimizers.items():
-        typer.echo(f"  {name}  {one.kind}, {len(one.groups)} groups")
+        _say(f"  {name}  {one.kind}, {len(one.groups)} groups")
     for name in manifest.values:
         if fnmatchcase(name, match):
-            typer.echo(f"  {name}  a value")
+            _say(f"  {name}  a value")
     return 0
 
 
@@ -91,9 +91,9 @@ def verify(path: Where) -> int:
         with _progress("verify", total) as told:
             contents.verify(path, told)
     except CheckpointError as error:
-        typer.echo(f"!! {error}")
+        _say(f"!! {error}")
         return 1
-    typer.echo(f"{path}: {_size(total)}, every byte is as it was written")
+    _say(f"{path}: {_size(total)}, every byte is as it was written")
     return 0
 
 
@@ -106,9 +106,9 @@ def diff(one: Where, other: Where) -> int:
     with _progress("diff", total) as told:
         found = contents.diff(one, other, told)
     for difference in found:
-        typer.echo(f"{difference.path}: {difference.how}")
+        _say(f"{difference.path}: {difference.how}")
     if not found:
-        typer.echo("they hold the same")
+        _say("they hold the same")
     return int(bool(found))
 
 
@@ -124,7 +124,7 @@ def convert(
     from shardwright.checkpoint import convert as write_anew
 
     write_anew(source, target)
-    typer.echo(f"{target}: {_summary(target)}")
+    _say(f"{target}: {_summary(target)}")
     return 0
 
 
@@ -146,8 +146,13 @@ def prune(
     if not (found.committed or found.unfinished):
         raise CheckpointError(f"{path} holds no checkpoints of a run")
     for gone in remove_old(path, keep=keep, every=every, interrupted=interrupted):
-        typer.echo(f"removed {gone.name}")
+        _say(f"removed {gone.name}")
     return 0
+
+
+def _say(text: str) -> None:
+    """One line, whatever stands in names: a checkpoint of others moves no cursor and writes no line."""
+    typer.echo(printable(text))
 
 
 def _size(nbytes: int) -> str:
