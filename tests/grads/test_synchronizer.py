@@ -1,5 +1,7 @@
 """Pending gradients are summed once, whichever ranks have them, and labelled as what they then are."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 import shardwright as sw
+from shardwright.comm import functional
 from shardwright.comm.record import Recorder
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer
@@ -161,6 +164,31 @@ def test_small_gradients_travel_together_and_large_ones_alone(ranks):
         ("sum gradients", 40),
     ]
     assert ranks(2, _bytes, 10**6, 5, True)[0] == [("sum gradients", 5 * 40)]
+
+
+def _let_go():
+    """How many terms are there still as each bucket is sent; one that somebody holds stays what it is."""
+    mesh = _mesh(2)
+    parameters = [_parameter(mesh, [Replicate()]) for _ in range(4)]
+    for i, parameter in enumerate(parameters):
+        parameter.grad = _pending(parameter, [SUM], salt=i)
+    held, before = parameters[0].grad, parameters[0].grad.to_local().clone()
+    terms = [weakref.ref(parameter.grad._local_tensor) for parameter in parameters]
+    alive, start = [], functional.start_sum
+
+    def counted(*args, **kwargs):
+        alive.append(sum(term() is not None for term in terms))
+        return start(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "start_sum", counted)
+        GradientSynchronizer(parameters, bucket_bytes=1).synchronize()
+    assert torch.equal(held.to_local(), before)
+    return alive
+
+
+def test_terms_are_let_go_as_their_sums_are_made(ranks):
+    assert ranks(2, _let_go) == [[4, 4, 3, 2]] * 2  # somebody holds the first
 
 
 def _two_dtypes_and_meshes():

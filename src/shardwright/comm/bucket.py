@@ -29,13 +29,32 @@ def all_reduce_bucketed(
     (a larger tensor is a bucket by itself).
     """
     results: list[Tensor] = list(tensors)
-    for positions in _buckets(tensors, bucket_bytes):
-        members = [tensors[i] for i in positions]
-        flat = flatten_dense_tensors(members)
-        reduced = functional.reduce_over(flat, "sum", group, axis=axis, reason=reason)
-        for i, piece in zip(positions, unflatten_dense_tensors(reduced, members), strict=True):
+    for positions, pieces in sums_in_turn(list(tensors), [(axis, group)], bucket_bytes, reason=reason):
+        for i, piece in zip(positions, pieces, strict=True):
             results[i] = piece
     return results
+
+
+def sums_in_turn(
+    tensors: list[Tensor], groups: Sequence[tuple[str, ProcessGroup]], bucket_bytes: int, *, reason: str
+) -> Iterator[tuple[list[int], Sequence[Tensor]]]:
+    """One bucket after another: the places of its tensors, and their sums over the groups of all axes.
+
+    A tensor leaves the list as its bucket is sent: where nobody else holds it, one bucket is in memory twice,
+    and no more.
+    """
+    for positions in [*_buckets(tensors, bucket_bytes)]:
+        members = [tensors[i] for i in positions]
+        total = flatten_dense_tensors(members)
+        if len(members) == 1:  # its own memory
+            total = total.clone()
+        for axis, group in groups:
+            total = functional.start_sum(total, group, axis=axis, reason=reason)()
+        pieces = unflatten_dense_tensors(total, members)
+        for i in positions:
+            tensors[i] = total
+        del members
+        yield positions, pieces
 
 
 def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:

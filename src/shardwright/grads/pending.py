@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.comm.bucket import all_reduce_bucketed
+from shardwright.comm.bucket import sums_in_turn
 from shardwright.compat import DisableTorchFunctionSubclass, axis_names
 from shardwright.compat.fully_shard import FsdpParameter, managing_unit
 from shardwright.context.submesh import groups_above_one
@@ -217,21 +217,20 @@ def _finish(found: _OnMesh, states: Sequence[GradientState], bucket_bytes: int) 
             work.specs.append(spec_like(like, spec.token))
         elif state.exists and held is None:
             found.entry(i).put(torch.zeros_like(found.placed[i]._local_tensor))
+    held = None
+    found.held.clear()  # each is let go as its sum takes its place
     for pending, each in sums.items():
         _sum_in_buckets(found.mesh, pending, each, bucket_bytes)
 
 
 def _sum_in_buckets(mesh: DeviceMesh, pending: tuple[bool, ...], work: _Sum, bucket_bytes: int) -> None:
     """All-reduce the local terms over the pending axes in flat buckets, one per dtype and `bucket_bytes`."""
-    sums: list[Tensor] = list(work.terms)
     summed = {axis for axis, is_summed in zip(axis_names(mesh), pending, strict=True) if is_summed}
-    for axis, group in groups_above_one(mesh):
-        if axis in summed:
-            sums = all_reduce_bucketed(sums, group, bucket_bytes, axis=axis, reason="sum gradients")
-    made = [
-        wrap(total if term.is_contiguous() else torch.empty_like(term).copy_(total), spec)
-        for term, total, spec in zip(work.terms, sums, work.specs, strict=True)
-    ]
-    with DisableTorchFunctionSubclass():
-        for parameter, gradient in zip(work.parameters, made, strict=True):
-            parameter.grad = gradient
+    groups = [(axis, group) for axis, group in groups_above_one(mesh) if axis in summed]
+    like = [None if term.is_contiguous() else term for term in work.terms]
+    for places, totals in sums_in_turn(work.terms, groups, bucket_bytes, reason="sum gradients"):
+        with DisableTorchFunctionSubclass():
+            for i, total in zip(places, totals, strict=True):
+                laid, like[i] = like[i], None
+                own = total if laid is None else torch.empty_like(laid).copy_(total)
+                work.parameters[i].grad = wrap(own, work.specs[i])
