@@ -122,6 +122,10 @@ def _rows(mesh, backend):
 
 def _marked():
     _like_one_device(_rows, "aot_eager", (8, 12, 7), 1)
+    rows = sw.distribute_tensor(torch.ones(8, 4), rank_mesh((2,), ("tp",)), [sw.Shard(0)])
+    torch._dynamo.decorators.mark_unbacked(rows, 0)
+    with pytest.raises(Exception, match=r"dim 0 has no example of its size.*\n  fix: .*mark_dynamic"):
+        torch.compile(torch.sin, backend="eager")(rows)
 
 
 def test_a_marked_dim_has_one_graph_for_all_sizes(ranks):

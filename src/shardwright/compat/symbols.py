@@ -21,6 +21,11 @@ def at(size: Any, number: Callable[[str], int]) -> int:
     return int(expression.xreplace({symbol: number(str(symbol)) for symbol in expression.free_symbols}))
 
 
+def has_example(size: Any) -> bool:
+    """Is there a number that stands for it? Not where a dim was marked as unbacked, or data decide."""
+    return not isinstance(size, torch.SymInt) or size.node.hint is not None
+
+
 def hint(size: Any) -> int:
     """The number of the example, on which nothing is said to depend; of a symbol that has none, an error."""
     if isinstance(size, torch.SymInt):

@@ -22,7 +22,7 @@ from shardwright.placement.base import Placement
 from shardwright.plan import network
 from shardwright.rules.registry import registry, sources
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
-from shardwright.tensor.flattened import Kept, as_gradient, begin_of, constants_of, hand_over, spec_again
+from shardwright.tensor.flattened import Kept, as_gradient, constants_of, hand_over, spec_again
 from shardwright.tensor.graph_spec import GraphSpec
 from shardwright.tensor.placements import PlacementsArgument, placements_of, resolve_placements
 from shardwright.tensor.spec import Spec, finished, spec_of
@@ -275,7 +275,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         spec = spec_again(inner_tensors, flatten_spec, outer_size, outer_stride)
-        local, offset = as_gradient(inner_tensors["_local_tensor"]), begin_of(flatten_spec)
+        local, offset = as_gradient(inner_tensors["_local_tensor"]), getattr(flatten_spec, "offset", 0)
         return wrap(local, spec, requires_grad=flatten_spec[-1], offset=offset)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -294,8 +294,8 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         decided = _PROCESS if own or registry.is_changed else sources()
         groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)] if self._spec.coords else []
         of = f"{dist.get_rank()} at {self._spec.coords} of {mesh.mesh.tolist()}, groups {groups}"
-        at = begin_of(self.__tensor_flatten__()[1])
-        return f"{super()._stable_hash_for_caching()} on {of} at {at} by {decided}, {network.current}"
+        of = f"{super()._stable_hash_for_caching()} from {offset_of(self)} on {of}"
+        return f"{of} by {decided}, {network.current}"
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """A compiled backward expects finished gradients of finished values."""

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names, current_graph_task_id
-from shardwright.compat.symbols import has_symbols, hints
+from shardwright.compat.symbols import has_example, has_symbols, hints
+from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
 from shardwright.remember import memo
 from shardwright.tensor.graph_spec import of_sizes
@@ -21,7 +22,10 @@ _known: dict[tuple[Any, ...], tuple[Spec, Any, Any]] = memo("specs of compiled r
 
 
 class Kept(tuple[Any, ...]):  # noqa: SLOT001 - a tuple cannot have slots of its own
-    """What a graph keeps of a tensor, as torch reads and compares it, and where it begins in its storage."""
+    """What a graph keeps of a tensor, as torch reads and compares it, and where it begins in its storage.
+
+    Torch takes views of a base from there; without one it is 0.
+    """
 
     offset: int
 
@@ -35,11 +39,6 @@ class Kept(tuple[Any, ...]):  # noqa: SLOT001 - a tuple cannot have slots of its
         return Kept, (tuple(self), self.offset)
 
 
-def begin_of(kept: tuple[Any, ...]) -> int:
-    """Where the tensor began in its storage on one device: torch takes views of a base from there."""
-    return kept.offset if isinstance(kept, Kept) else 0
-
-
 def spec_again(inner: dict[str, Any], kept: tuple[Any, ...], size: Any, stride: Any) -> Spec:
     """What the tensor had: `inner` and `kept` are what `__tensor_flatten__` named, the rest is of now."""
     mesh, _, meta, _ = constants_of(kept)
@@ -47,6 +46,7 @@ def spec_again(inner: dict[str, Any], kept: tuple[Any, ...], size: Any, stride: 
     dtype = local.dtype if isinstance(local, torch.Tensor) else meta.dtype
     sizes = (*size, *stride)
     if has_symbols(sizes):  # while a graph of any size is traced
+        _refuse_unknown(size)
         return of_sizes(_made(mesh, kept, hints(size), hints(stride), dtype), size, stride)
     key = id(mesh), id(kept), dtype, sizes
     known = _known.get(key)
@@ -55,6 +55,15 @@ def spec_again(inner: dict[str, Any], kept: tuple[Any, ...], size: Any, stride: 
             _known.clear()
         known = _known[key] = _made(mesh, kept, size, stride, dtype), mesh, kept
     return known[0]
+
+
+def _refuse_unknown(size: Any) -> None:
+    """Raises: LayoutError: a size of which there is no example."""
+    for dim in [dim for dim, length in enumerate(size) if not has_example(length)]:
+        raise LayoutError(
+            f"a graph takes no DTensor whose dim {dim} has no example of its size (mark_unbacked, or of data "
+            f"alone): where elements are is decided for a size\n  fix: torch._dynamo.mark_dynamic(x, {dim})"
+        )
 
 
 def as_gradient(local: Any) -> Any:
