@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -137,6 +138,24 @@ def test_a_cut_file_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=data.name):
         convert(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("how", ["file", "folder"])
+def test_a_value_that_torch_does_not_read_is_named_and_may_be_allowed(tmp_path: Path, how: str) -> None:
+    """A number of numpy, which runs numpy's code where it is read: a user may trust that."""
+    warnings.simplefilter("ignore")
+    state, source = {"loss": np.float64(0.1), "model": {"w": torch.ones(3)}}, tmp_path / "theirs"
+    if how == "file":
+        torch.save(state, source)
+    else:
+        torch_checkpoint.save(state, checkpoint_id=source, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"Unsupported global.*add_safe_globals") as error:
+        convert(source, tmp_path / "ours")
+    assert ("loss (" in str(error.value)) == (how == "folder")
+    scalar = np.float64(0).__reduce__()[0]
+    with torch.serialization.safe_globals([scalar, np.dtype, np.dtypes.Float64DType]):
+        convert(source, tmp_path / "ours")
+    assert load(tmp_path / "ours", loss=None).values == {"loss": 0.1}
 
 
 def first_format(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

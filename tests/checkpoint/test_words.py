@@ -101,6 +101,14 @@ def test_a_full_disk_in_torch_s_format(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.usefixtures("small_disk")
+def test_a_full_disk_where_the_manifest_goes(tmp_path: Path) -> None:
+    """The system says of an open file no name."""
+    with pytest.raises(CheckpointError, match=r"File too large \(.*/c/manifest-[0-9a-f]{16}\.new\)"):
+        save(tmp_path / "c", extra="x" * 400_000)
+    assert not (tmp_path / "c").exists()
+
+
 @pytest.mark.parametrize("asked", ["is_dir", "exists"])
 def test_a_source_that_may_not_be_looked_at(tmp_path: Path, asked: str) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")

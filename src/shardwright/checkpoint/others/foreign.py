@@ -62,7 +62,7 @@ def read_folder(source: Path) -> Iterator[tuple[Steps, Any]]:
         boxes = [(one.offset, one.size, partial(dcp.read_piece, folder, name, one)) for one in pieces]
         yield folder.steps.get(name, (name,)), ForeignTensor(dtype, shape, boxes)
     for name, place in folder.objects.items():
-        yield folder.steps.get(name, (name,)), dcp.read_object(folder, place)
+        yield folder.steps.get(name, (name,)), dcp.read_object(folder, name, place)
 
 
 def read_file(source: Path) -> Iterator[tuple[Steps, Any]]:

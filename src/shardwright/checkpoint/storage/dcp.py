@@ -156,13 +156,13 @@ def _sizes(numbers: Any) -> tuple[int, ...]:
     return found
 
 
-def read_object(folder: Folder, place: tuple[str, int, int]) -> Any:
+def read_object(folder: Folder, name: str, place: tuple[str, int, int]) -> Any:
     """What stands at a place, by torch's own restricted unpickler.
 
     Raises: CheckpointError: it is damaged, or would run something.
     """
-    name, at, length = place
-    path = folder.path / name
+    file, at, length = place
+    path = folder.path / file
     try:
         handle = disk.open_regular(path)
         try:
@@ -174,20 +174,22 @@ def read_object(folder: Folder, place: tuple[str, int, int]) -> Any:
             os.close(handle)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  a pickle that somebody made to harm may raise anything
-        where = f"{path}, bytes {at} to {at + length}, cannot be read"
-        raise CheckpointError(f"{where}: {reason_of(error)}") from None
+        where = f"{name} ({path}, bytes {at} to {at + length})"
+        raise CheckpointError(f"{where} cannot be read: {reason_of(error)}") from None
 
 
 def reason_of(error: Exception) -> str:
     """Of what torch says where it does not read a pickle, the line that says why."""
     found = _WHY.search(str(error))
-    return (found[1] if found else str(error) or type(error).__name__).partition("\n")[0].partition(". ")[0]
+    why = (found[1] if found else str(error) or type(error).__name__).partition("\n")[0].partition(". ")[0]
+    allows = "; what you trust, torch.serialization.add_safe_globals([...]) allows for this process"
+    return f"{why}{allows}" if "Unsupported global" in why else why
 
 
 def read_piece(folder: Folder, name: str, piece: Piece) -> torch.Tensor:
     """A box of a tensor. Raises: CheckpointError: it is not what the index says."""
     dtype, _, _ = folder.tensors[name]
-    found = read_object(folder, (piece.file, piece.at, piece.length))
+    found = read_object(folder, name, (piece.file, piece.at, piece.length))
     if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (
         piece.size,
         DTYPES[dtype],

@@ -118,6 +118,9 @@ def write_small(path: Path, data: bytes) -> None:
     try:
         write_all(handle, [memoryview(data)])
         os.fsync(handle)
+    except OSError as error:
+        error.filename = str(path)  # the system says none of an open file
+        raise
     finally:
         os.close(handle)
 
