@@ -7,8 +7,10 @@ everywhere; a test asks that every exported one is.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from hypothesis import settings
@@ -43,11 +45,14 @@ DIM_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13)
 AXES = ("dp", "cp", "tp")
 
 
+# A strategy looks at itself before it draws, which takes longer than to draw: each is made once.
+@cache
 def meshes(sizes: tuple[tuple[int, ...], ...] = MESH_SIZES) -> st.SearchStrategy[MeshShape]:
     """Meshes of one to three axes called dp, cp, tp."""
     return st.sampled_from(sizes).map(lambda chosen: MeshShape(AXES[: len(chosen)], chosen))
 
 
+@cache
 def shapes(min_dims: int = 0, max_dims: int = 3, max_numel: int = 400) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes with dims 0, 1, primes, and larger and smaller than an axis."""
     sizes = st.lists(st.sampled_from(DIM_SIZES), min_size=min_dims, max_size=max_dims).map(tuple)
@@ -58,6 +63,7 @@ Shape = tuple[int, ...]
 Maker = Callable[[st.DrawFn, Shape, int], Partition]
 
 
+@cache
 def partitions(ndim: int, n: int, shape: Shape | None = None) -> st.SearchStrategy[Partition]:
     """Any exported partition of a tensor with `ndim` dims over an axis of size n.
 
@@ -66,19 +72,52 @@ def partitions(ndim: int, n: int, shape: Shape | None = None) -> st.SearchStrate
     return _partitions(st.just(shape) if shape is not None else shapes(ndim, ndim, 10**6), n)
 
 
+@cache
+def _one_of(values: tuple[Hashable, ...]) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values)
+
+
+@cache
+def orders(values: tuple[Hashable, ...]) -> st.SearchStrategy[list[Any]]:
+    """Of some values, all of them in any order."""
+    return st.permutations(values)
+
+
+@cache
+def _numbers(low: int, high: int, least: int, most: int) -> st.SearchStrategy[list[int]]:
+    """From `least` to `most` of them."""
+    return st.lists(st.integers(low, high), min_size=least, max_size=most)
+
+
+@cache
+def _units(least: int, most: int) -> st.SearchStrategy[list[int]]:
+    """Not all of them 0."""
+    return _numbers(0, 3, least, most).filter(any)
+
+
+@cache
+def _units_if_any(n: int) -> st.SearchStrategy[list[int] | None]:
+    return st.none() | _units(n, n)
+
+
+@cache
+def _some_dims(ndim: int) -> st.SearchStrategy[set[int]]:
+    return st.sets(st.integers(0, ndim - 1), min_size=1)
+
+
 @st.composite
 def _partitions(draw: st.DrawFn, shape: st.SearchStrategy[Shape], n: int) -> Partition:
     sizes = draw(shape)
     if not sizes:
         return Owner(draw(st.integers(0, n - 1)))
-    kind = draw(st.sampled_from([Shard, *PARTITIONS]))
+    kind = draw(_one_of((Shard, *PARTITIONS)))
     return PARTITIONS[kind](draw, sizes, n)
 
 
 def of_one_dim(draw: st.DrawFn, length: int, n: int, *, simple: bool = False) -> Partition:
     """A partition of a 1-d tensor; at most one of those that are made of another is around it."""
-    kinds = [Shard, Interleaved, ZigZag, BlockCyclic, Owner, Ragged]
-    kind = draw(st.sampled_from(kinds if simple else [*kinds, Sliced, Spread]))
+    kinds = (Shard, Interleaved, ZigZag, BlockCyclic, Owner, Ragged)
+    kind = draw(_one_of(kinds if simple else (*kinds, Sliced, Spread)))
     return PARTITIONS[kind](draw, (length,), n)
 
 
@@ -87,18 +126,17 @@ def _dim(draw: st.DrawFn, shape: Shape) -> int:
 
 
 def _ragged(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
-    units = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n).filter(any))
-    return Ragged(units, sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
+    units = draw(_units(n, n))
+    return Ragged(units, sorted(draw(_some_dims(len(shape)))))
 
 
 def _fused(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
-    parts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3).filter(any))
-    units = draw(st.none() | st.lists(st.integers(0, 3), min_size=n, max_size=n).filter(any))
+    parts, units = draw(_units(1, 3)), draw(_units_if_any(n))
     return Fused(_dim(draw, shape), parts, units)
 
 
 def _flat(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
-    dims = draw(st.permutations(range(len(shape))))[: draw(st.integers(1, len(shape)))]
+    dims = draw(orders(tuple(range(len(shape)))))[: draw(st.integers(1, len(shape)))]
     return Flat(tuple(dims), of_one_dim(draw, prod(shape[dim] for dim in dims), n))
 
 
@@ -122,19 +160,19 @@ def _imaged(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
     if draw(st.booleans()):
         source = _factors(draw, shape[dim], 2)
         return Imaged(dim, _simple(draw, source, n), target, source)
-    base, steps = (tuple(draw(st.lists(st.integers(low, 2), min_size=2, max_size=2))) for low in (0, 1))
+    base, steps = (tuple(draw(_numbers(low, 2, 2, 2))) for low in (0, 1))
     sizes = zip(base, steps, target, strict=True)
     source = tuple(first + step * max(size - 1, 0) + 1 for first, step, size in sizes)
     return Imaged(dim, _simple(draw, source, n), target, source, base, ((steps[0], 0), (0, steps[1])))
 
 
 def _simple(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
-    kind = draw(st.sampled_from([Shard, Interleaved, ZigZag, Owner, Ragged]))
+    kind = draw(_one_of((Shard, Interleaved, ZigZag, Owner, Ragged)))
     return PARTITIONS[kind](draw, shape, n)
 
 
 def _nested(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
-    sizes = draw(st.permutations([1, n, 1]))
+    sizes = draw(orders((1, n, 1)))
     return Nested(tuple((_simple(draw, shape, size), size) for size in sizes[: 1 + sizes.index(n)]))
 
 
@@ -145,7 +183,7 @@ def _joint(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
 
 def _together(draw: st.DrawFn, shape: Shape, n: int) -> Partition:
     each = draw(st.integers(1, 3))
-    kind = draw(st.sampled_from([Shard, Interleaved, ZigZag, Owner, Ragged, Flat, Fused]))
+    kind = draw(_one_of((Shard, Interleaved, ZigZag, Owner, Ragged, Flat, Fused)))
     return Together(PARTITIONS[kind](draw, shape, n * each), each)
 
 
@@ -153,9 +191,9 @@ def _factors(draw: st.DrawFn, size: int, count: int) -> Shape:
     """Numbers whose product is `size`."""
     left, found = size, []
     for _ in range(count - 1):
-        found.append(draw(st.sampled_from([d for d in range(1, left + 1) if left % d == 0] or [1])))
+        found.append(draw(_one_of(tuple(d for d in range(1, left + 1) if left % d == 0) or (1,))))
         left //= found[-1]
-    return tuple(draw(st.permutations([*found, left])))
+    return tuple(draw(orders((*found, left))))
 
 
 # Every exported partition, and how one is drawn for a tensor of a shape with a dim.
@@ -178,17 +216,20 @@ PARTITIONS: dict[type[Partition], Maker] = {
 }
 
 
+@cache
 def pendings(ops: tuple[str, ...] = ("sum", "max", "min", "product")) -> st.SearchStrategy[Pending]:
     """Shipped pendings; by default those whose `combine(embed(x))` is exact for every real value."""
     return st.sampled_from(ops).map(Partial)
 
 
+@cache
 def placements(ndim: int, n: int, shape: Shape | None = None) -> st.SearchStrategy[Placement]:
     """Any shipped placement; partitions most of the time."""
     part = partitions(ndim, n, shape)
     return st.one_of(part, part, part, pendings(), st.builds(Replicate))
 
 
+@cache
 @st.composite
 def layouts(draw: st.DrawFn, *, pending: bool = True, dtype: torch.dtype = torch.float32) -> Layout:
     """Any layout of a small tensor, in any order of application."""
@@ -198,7 +239,7 @@ def layouts(draw: st.DrawFn, *, pending: bool = True, dtype: torch.dtype = torch
     chosen = [draw(each(len(shape), n, shape)) for n in mesh.sizes]
     if len(mesh.sizes) > 1 and shape and draw(st.integers(0, 3)) == 0:
         chosen[:2] = _group(draw, shape, mesh.sizes[:2])
-    order = draw(st.permutations(mesh.axes))
+    order = draw(orders(tuple(mesh.axes)))
     return Layout(mesh, chosen, shape, dtype=dtype, order=order)
 
 
@@ -206,7 +247,7 @@ def _group(draw: st.DrawFn, shape: Shape, sizes: tuple[int, ...]) -> list[Placem
     """Two axes that cut together."""
     partition: Partition = Nested(tuple((_simple(draw, shape, n), n) for n in sizes))
     if draw(st.booleans()):  # no cut of one axis, cut again by the other
-        kind = draw(st.sampled_from([Ragged, Fused, Flat, Owner]))
+        kind = draw(_one_of((Ragged, Fused, Flat, Owner)))
         partition = PARTITIONS[kind](draw, shape, sizes[0] * sizes[1])
     return [Joint(partition, sizes, index) for index in range(2)]
 
