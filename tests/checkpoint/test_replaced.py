@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.checkpoint import load, save
+from shardwright.checkpoint import contents, diff, latest, load, save, step_path, verify
 from shardwright.checkpoint.loading import Loading
 from shardwright.errors import CheckpointError
 
@@ -76,3 +77,34 @@ def test_what_is_damaged_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(CheckpointError, match="wrong checksum"):
         load(tmp_path / "c", model(0.0))
     assert len(tries) == 1
+
+
+def looks(path: Path, how: str) -> Any:
+    if how == "latest":
+        return latest(path.parent.parent)
+    return verify(path) if how == "verify" else diff(path.parent / "other", path)
+
+
+@pytest.mark.parametrize("how", ["latest", "verify", "diff"])
+def test_what_replaces_a_checkpoint_while_it_is_looked_at_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It was called damaged, for its files were gone, and `latest` gave an older one."""
+    path, times, real = step_path(tmp_path, 2), [0], contents.check_sizes
+    save(path.parent / "other", model(3.0))
+    save(step_path(tmp_path, 1), model(0.0))
+    save(path, model(1.0))
+
+    def replaced(source: Any) -> None:
+        if source.path == path and times[0] < 2:
+            times[0] += 1
+            save(path, model(1.0 + times[0]))
+        real(source)
+
+    monkeypatch.setattr(contents, "check_sizes", replaced)
+    found, data = looks(path, how), next(path.glob("data-*"))
+    assert found == {"latest": path, "verify": data.stat().st_size, "diff": []}[how]
+    assert times == [2]
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="damaged") if how != "latest" else nullcontext():
+        assert looks(path, how) == step_path(tmp_path, 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -31,26 +33,28 @@ def optimizer(of: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def saved(path: Path, value: float = 1.0) -> None:
+@cache
+def wanted(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer that nobody else has: the library gets copies of them."""
     made = model(value)
-    save(path, made, optimizer(made), extra={"value": value}, step=int(value))
+    return made, optimizer(made)
+
+
+def saved(path: Path, value: float = 1.0) -> None:
+    save(path, *copy.deepcopy(wanted(value)), extra={"value": value}, step=int(value))
 
 
 def outcome(path: Path, values: tuple[float, ...] = (1.0,)) -> str:
     """`right`: it loads what was saved. Otherwise the error; `WRONG` if other values were loaded."""
-    fresh = model(-1.0)
-    tuned = optimizer(fresh)
+    fresh, tuned = copy.deepcopy(wanted(-1.0))
     before = [one.clone() for one in fresh.state_dict().values()]
     try:
         extra = load(path, fresh, tuned).extra
     except CheckpointError as error:
         same = all(torch.equal(a, b) for a, b in zip(before, fresh.state_dict().values(), strict=True))
         return str(error) if same and "\n" not in str(error) else f"WRONG: changed, and {error}"
-    for value in values:
-        wanted = model(value)
-        also = optimizer(wanted)
-        if extra == {"value": value} and _same(fresh, tuned, wanted, also):
-            return "right"
+    if any(extra == {"value": value} and _same(fresh, tuned, *wanted(value)) for value in values):
+        return "right"
     return "WRONG: other values"
 
 
