@@ -137,6 +137,21 @@ def test_views_that_a_graph_returns_begin_where_they_do_on_one_device(ranks):
     ranks(2, _returned_views, timeout=120)
 
 
+def _shared_arguments():
+    x = torch.arange(24.0).reshape(4, 6)
+    cut = sw.distribute_tensor(x, rank_mesh((2,), ("tp",)), [sw.Shard(0)])
+    compiled = _compiled(lambda a, b: (a.add_(1), b * 2), "aot_eager")
+    compiled(cut[:, :3], cut[:, 3:])
+    torch.testing.assert_close(cut.full_tensor(), x + (torch.arange(6) < 3).float())
+    with pytest.raises(RuntimeError, match=r"another has elements of it \(shapes \(4, 3\) and \(4, 3\)\)"):
+        compiled(cut[:, :3], cut[:, 2:5])
+
+
+def test_a_write_into_what_another_argument_has_is_refused(ranks):
+    """The other one was read as it had been before."""
+    ranks(2, _shared_arguments, timeout=120)
+
+
 def _naive():
     model = swap_class(tricky(), rank_mesh((2,), ("dp",)))
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever the tracer says

@@ -18,10 +18,13 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,
     set_code_exec_strategy,
 )
+from torch._C._dynamo.guards import compute_overlapping_tensors as compute_overlapping_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _python_dispatch
 
+_Told = Callable[[Sequence[Any]], None]
+_Asked = Callable[[Sequence[Any], Sequence[int]], None]
 _F = TypeVar("_F", bound="Callable[..., Any]")
 _DYNAMO = "torch._dynamo"
 _BELOW = ("comm", "compat", "index", "layout", "placement", "plan", "rules", "tensor", "views")
@@ -32,23 +35,26 @@ _READ = "_gradients_as_they_lie"
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
-def call_in_graphs(*functions: Callable[..., Any], told: Callable[[Sequence[Any]], None]) -> None:
+def call_in_graphs(*functions: Callable[..., Any], told: _Told, asked: _Asked) -> None:
     """Have graphs hold calls of these as they are, as `torch.compiler.allow_in_graph` does.
 
     told: is called with the results of each graph that can be differentiated, before anybody has them.
+    asked: is called with the arguments of each graph that writes some of them, and with their places, before.
     """
     if _DYNAMO in sys.modules:
-        _allow(functions, told)
+        _allow(functions, told, asked)
     else:
-        sys.meta_path.insert(0, _AllowOnceImported(lambda: _allow(functions, told)))
+        sys.meta_path.insert(0, _AllowOnceImported(lambda: _allow(functions, told, asked)))
 
 
-def _allow(functions: Sequence[Callable[..., Any]], told: Callable[[Sequence[Any]], None]) -> None:
+def _allow(functions: Sequence[Callable[..., Any]], told: _Told, asked: _Asked) -> None:
     for function in functions:
         torch.compiler.allow_in_graph(function)
     _run_as_they_are()
     _guard_sizes(sys.modules["torch._dynamo.guards"])
-    _tell_of_results(sys.modules["torch._functorch._aot_autograd.runtime_wrappers"].AOTDispatchAutograd, told)
+    wrappers = sys.modules["torch._functorch._aot_autograd.runtime_wrappers"]
+    _tell_of_results(wrappers.AOTDispatchAutograd, told)
+    _ask_of_arguments(wrappers.RuntimeWrapper, asked)
     if not hasattr(torch.compiler, "_compile_session_context"):
         _say_what_compiles(sys.modules["torch._dynamo.convert_frame"])
 
@@ -75,7 +81,7 @@ def _guard_sizes(guards: Any) -> None:
     builder.DTENSOR_SPEC_MATCH = asks
 
 
-def _tell_of_results(maker: Any, told: Callable[[Sequence[Any]], None]) -> None:
+def _tell_of_results(maker: Any, told: _Told) -> None:
     finish = maker.post_compile
 
     def post_compile(*args: Any, **kwargs: Any) -> Any:
@@ -91,6 +97,24 @@ def _tell_of_results(maker: Any, told: Callable[[Sequence[Any]], None]) -> None:
         return run
 
     maker.post_compile = staticmethod(post_compile)
+
+
+def _ask_of_arguments(maker: Any, asked: _Asked) -> None:
+    finish = maker.post_compile
+
+    @wraps(finish)
+    def post_compile(self: Any, *args: Any, runtime_metadata: Any, **kwargs: Any) -> Any:
+        graph = finish(self, *args, runtime_metadata=runtime_metadata, **kwargs)
+        written = [n for n, info in enumerate(runtime_metadata.input_info) if info.mutates_data]
+
+        @wraps(graph)
+        def run(given: Any) -> Any:
+            asked(given, written)
+            return graph(given)
+
+        return run if written else graph
+
+    maker.post_compile = post_compile
 
 
 class _Numbers:

@@ -15,6 +15,7 @@ from shardwright.rules.registry import registry
 from shardwright.tensor import autograd, conversions, local_map, redistribution
 from shardwright.tensor.algorithms import embedding_bag, key_parts, one_hot, orders, padding, scans, windows
 from shardwright.tensor.attention import function as attention
+from shardwright.tensor.dispatch import written_memory
 from shardwright.tensor.doors import open_doors
 from shardwright.tensor.dtensor import DTensor, above
 from shardwright.tensor.localized import LocalizedDTensor, compute_view
@@ -73,6 +74,7 @@ def install() -> None:
         local_map.placed_in_graph,
         compute_view,
         told=made_gradients.await_all,
+        asked=written_memory.refuse_shared,
     )
     register_optimizer_step_pre_hook(refuse_replaced)
     register_optimizer_step_pre_hook(bring_gradients)

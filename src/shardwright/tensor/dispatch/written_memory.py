@@ -10,9 +10,11 @@ Which ops ask what is torch's habit, not a law: the tables below are checked aga
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
+from shardwright.compat.dynamo import compute_overlapping_tensors
 from shardwright.errors import RuleError
 from shardwright.remember import remembered
 from shardwright.rules.call import Args, Kwargs, Op
@@ -137,6 +139,37 @@ def _meet(one: torch.Tensor, two: torch.Tensor) -> bool:
     starts = [x.storage_offset() for x in (one, two)]
     apart = starts[0] + one.numel() <= starts[1] or starts[1] + two.numel() <= starts[0]
     return not apart and _without_gaps(one) and _without_gaps(two)
+
+
+def refuse_shared(args: Sequence[object], written: Sequence[int]) -> None:
+    """Raises: RuleError: a graph writes an argument, and another one has some of its elements.
+
+    The graph computes with what both had before. torch joins plain arguments that share memory, not those.
+    """
+    sharing: dict[int, list[int]] = {}
+    for place, x in enumerate(args):
+        if isinstance(x, DTensor):
+            sharing.setdefault(id(_memory_of(x)), []).append(place)
+    for places in sharing.values():
+        if len(places) > 1 and not set(places).isdisjoint(written):
+            views = [_as_memory(cast("DTensor", args[place])) for place in places]
+            met = {
+                places[n]: tuple(views[n].shape) for n in compute_overlapping_tensors(views, symbolic=False)
+            }
+            if not met.keys().isdisjoint(written):
+                raise RuleError(_SHARED.format(" and ".join(map(str, met.values()))))
+
+
+def _as_memory(x: DTensor) -> torch.Tensor:
+    """Without data, what places of a memory a tensor has."""
+    return torch.empty(0, dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), offset_of(x))
+
+
+_SHARED = (
+    "a compiled function writes a DTensor among its arguments, and another has elements of it (shapes {}): "
+    "its graph would compute with what was there before\n"
+    "  fix: clone() one of them before the call, or take views inside of what is compiled"
+)
 
 
 def _sides(func: Op, args: Args, kwargs: Kwargs) -> tuple[list[DTensor], list[DTensor]]:
