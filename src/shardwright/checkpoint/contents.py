@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
-from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor
+from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor, read_manifest
 from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import proven
 from shardwright.checkpoint.storage.reader import Reader, wants
@@ -20,6 +20,8 @@ from shardwright.errors import CheckpointError, refuse_other_kind
 from shardwright.index.region import Box
 
 _BLOCK = 8 << 20
+TRIES = 5  # of a checkpoint that others save to while it is read
+T = TypeVar("T")
 Told = Callable[[int], None]
 
 
@@ -40,10 +42,27 @@ def open_checkpoint(path: Place | str) -> Manifest:
 
     Raises: CheckpointError: it is unfinished, contradicts itself, or a file is missing or short.
     """
-    path = place_of(path)
-    manifest = proven(path)
-    check_sizes(Source.of(path, manifest))
-    return manifest
+
+    def sized(manifest: Manifest) -> Manifest:
+        check_sizes(Source.of(place_of(path), manifest))
+        return manifest
+
+    return of_one_save(path, sized)
+
+
+def of_one_save(path: Place | str, look: Callable[[Manifest], T]) -> T:
+    """What is found of the checkpoint at a path; where a save replaces it meanwhile, of the new one.
+
+    Raises: CheckpointError: of a manifest, or of what is still there after it.
+    """
+    for _ in range(TRIES):
+        manifest = proven(path)
+        try:
+            return look(manifest)
+        except CheckpointError:
+            if read_manifest(path).id == manifest.id:
+                raise
+    return look(proven(path))
 
 
 def verify(path: Place | str, told: Told = lambda _: None) -> int:
@@ -54,9 +73,12 @@ def verify(path: Place | str, told: Told = lambda _: None) -> int:
     Cost: one process reads all of it, in blocks of 8 MiB.
     """
     _refuse_no_listener(told)
-    path = place_of(path)
-    manifest = open_checkpoint(path)
-    reader = Reader(Source.of(path, manifest))
+    return of_one_save(path, lambda manifest: _verified(Source.of(place_of(path), manifest), manifest, told))
+
+
+def _verified(source: Source, manifest: Manifest, told: Told) -> int:
+    check_sizes(source)
+    reader = Reader(source)
     try:
         reader.check_headers(range(len(manifest.files)))
         for key, tensor in manifest.tensors.items():
@@ -74,10 +96,18 @@ def diff(one: Place | str, other: Place | str, told: Told = lambda _: None) -> l
     Cost: reads the tensors that both have, in blocks of 8 MiB.
     """
     _refuse_no_listener(told)
-    first, second = open_checkpoint(one), open_checkpoint(other)
+    return of_one_save(one, lambda a: of_one_save(other, lambda b: _differing(one, other, a, b, told)))
+
+
+def _differing(
+    one: Place | str, other: Place | str, first: Manifest, second: Manifest, told: Told
+) -> list[Difference]:
+    sources = [Source.of(place_of(path), manifest) for path, manifest in ((one, first), (other, second))]
+    for source in sources:
+        check_sizes(source)
     found = [Difference(key, f"only in {one}") for key in first.tensors if key not in second.tensors]
     found += [Difference(key, f"only in {other}") for key in second.tensors if key not in first.tensors]
-    readers = [Reader(Source.of(place_of(p), m)) for p, m in ((one, first), (other, second))]
+    readers = [Reader(source) for source in sources]
     try:
         for key in first.tensors:
             if key in second.tensors:

@@ -15,6 +15,7 @@ from shardwright.checkpoint.agree import ApartError, Call, rank, world
 from shardwright.checkpoint.change import Change
 from shardwright.checkpoint.collect import EXTRA
 from shardwright.checkpoint.compare import Identity, alike, refuse_differences
+from shardwright.checkpoint.contents import TRIES
 from shardwright.checkpoint.patterns import Only, Patterns, refuse_unfitted
 from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
 from shardwright.checkpoint.rng_state import KEY as RNG
@@ -33,8 +34,6 @@ from shardwright.checkpoint.storage.values import decode
 from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
 from shardwright.compat import DisableTorchFunctionSubclass, foreach_copy_, hooks_of_loads
 from shardwright.errors import CheckpointError, refuse_other_kind
-
-_TRIES = 5  # of a checkpoint that others save to while it is loaded
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Loaded:
 
 def loaded(call: Call, path: Place | str, only: Only, state: Mapping[str, Any], *, in_place: bool) -> Loaded:
     """Load what stands at the path. Where a save replaces it meanwhile, that is the new one."""
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         loading = Loading(call, path, only, in_place)
         try:
             return loading.run(state)
