@@ -133,23 +133,30 @@ def test_a_marked_dim_has_one_graph_for_all_sizes(ranks):
     ranks(2, _marked, timeout=120)
 
 
-def _asked_in_the_backward():
-    """A reversal of the cut dim is decided by sizes."""
+_ASKING = {
+    "a reversal": (0, lambda x: torch.flip(x * x.shape[0], (0,)).square().cos().sum()),
+    "a norm": (1, lambda x: nn.functional.rms_norm(x.t(), x.shape[:1])),
+}
+
+
+def _asked_in_the_backward(name):
+    """A reversal of the cut dim is decided by sizes; the mean in a norm divides by one, beside none of it."""
     torch._dynamo.reset()
-    mesh, counter = rank_mesh((2,), ("tp",)), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda x: torch.flip(x * x.shape[0], (0,)).square().cos().sum(), backend=counter)
+    mesh, (dim, program) = rank_mesh((2,), ("tp",)), _ASKING[name]
+    compiled = torch.compile(program, backend="aot_eager")
     for n in (4, 6, 8):
         whole = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).requires_grad_()
-        x = sw.distribute_tensor(whole.detach(), mesh, [sw.Shard(0)]).requires_grad_()
-        wanted, got = (torch.flip(whole * n, (0,)).square().cos().sum(), compiled(x))
+        x = sw.distribute_tensor(whole.detach(), mesh, [sw.Shard(dim)]).requires_grad_()
+        wanted, got = program(whole), compiled(x)
         torch.testing.assert_close(got.full_tensor(), wanted)
-        wanted.backward()
-        got.backward()
+        wanted.sin().sum().backward()
+        got.sin().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
 
 
-def test_a_size_that_a_graph_asks_for_is_guarded(ranks):
-    ranks(2, _asked_in_the_backward, timeout=120)
+@pytest.mark.parametrize("name", _ASKING)
+def test_a_size_that_a_graph_asks_for_is_guarded(ranks, name):
+    ranks(2, _asked_in_the_backward, name, timeout=120)
 
 
 def _by_inductor():

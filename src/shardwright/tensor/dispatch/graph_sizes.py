@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from shardwright.compat import CANNOT_VIEW, tree_leaves, tree_map_only
+from shardwright.compat.dynamo import trace_again_with_numbers
 from shardwright.compat.symbols import at, hint
 from shardwright.placement.base import Pending
 from shardwright.rules.any_size import AnySize
@@ -43,7 +44,9 @@ def are_symbols(args: Args, kwargs: Kwargs) -> bool:
 
 def as_numbers(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments with numbers for symbols, for which alone the graph holds."""
-    for x in tree_leaves((args, dict(kwargs))):
+    given = tree_leaves((args, dict(kwargs)))
+    trace_again_with_numbers([x for x in given if isinstance(x, torch.SymInt)])
+    for x in given:
         if isinstance(x, DTensor) and isinstance(x._spec, GraphSpec):
             x._spec.fix()
     numbers: tuple[Args, Kwargs] = tree_map_only(torch.SymInt, int, (args, dict(kwargs)))
