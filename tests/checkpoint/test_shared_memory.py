@@ -93,6 +93,7 @@ def parts(how: str) -> dict[str, torch.Tensor]:
         "slices": {"a": flat[:6], "b": flat[5:11]},
         "strided": {"a": flat[::2], "b": flat[1:7]},
         "inside": {"a": flat[:6], "b": flat[:6].view(torch.int16)[4:10]},
+        "dtypes": {"a": flat[:6], "b": flat[:6].view(torch.int32)},
         "shapes": {"a": flat[:6].view(2, 3), "b": flat[:6].view(3, 2)},
         "numpy": {"a": flat[:6], "b": torch.from_numpy(flat.numpy()[5:11])},
         "conjugate": {"a": (z := flat.view(torch.complex64)), "b": z.conj()},
@@ -102,12 +103,13 @@ def parts(how: str) -> dict[str, torch.Tensor]:
     }[how]
 
 
-@pytest.mark.parametrize("how", ["slices", "strided", "inside", "shapes", "numpy", "conjugate"])
+@pytest.mark.parametrize("how", ["slices", "strided", "inside", "dtypes", "shapes", "numpy", "conjugate"])
 def test_tensors_that_share_elements_are_refused(tmp_path: Path, how: str) -> None:
     tensors = parts(how)
     save(tmp_path / "c", **{name: torch.ones_like(one) for name, one in tensors.items()}, c=torch.ones(2))
     other = torch.zeros(2)
-    with pytest.raises(CheckpointError, match=rf"a and b {SHARE}|b and a {SHARE}|b is tied to a"):
+    said = rf"a and b {SHARE}" if how == "dtypes" else rf"a and b {SHARE}|b and a {SHARE}|b is tied to a"
+    with pytest.raises(CheckpointError, match=said):  # numbers of two dtypes are no ties
         load(tmp_path / "c", **tensors, c=other)
     assert not other.any()
     assert not tensors["a"].any()
