@@ -648,11 +648,39 @@ def _checkpointed(reentrant):
         _assert_same_gradients((first, model), (before, plain))
     assert fast.report().replays == 3, str(fast.report())
 
-    drops = _recomputing(0.5, reentrant=reentrant)[1]
-    fast = sw.erase(lambda x: step(*drops, x))
-    assert len({fast(_on_mesh(torch.ones(4, 6))).full_tensor().item() for _ in range(5)}) == 5
-    assert not fast.report().replays
-    assert "Generator.set_state: it reads or moves the state" in str(fast.report())
+
+def _checkpointed_with_dropout(reentrant, *, as_a_whole):
+    """It drops again what it dropped, and the generator stands where one device's does."""
+    (before, plain), (first, model) = _recomputing(0.5, reentrant=reentrant)
+    part = model if as_a_whole else sw.erase(model)
+
+    def step(one, two, x):
+        loss = two(one(x)).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def ours(x):
+        return step(first, part, x)
+
+    fast = sw.erase(ours) if as_a_whole else ours
+    for turn in range(5):
+        x, stands = torch.randn(4, 6, generator=torch.Generator().manual_seed(turn)), []
+        for p in nn.ModuleList([before, plain, first, model]).parameters():
+            p.grad = None
+        for run in (lambda x: step(before, plain, x), lambda x: fast(_on_mesh(x)).full_tensor()):
+            torch.manual_seed(turn)
+            stands.append((run(x), torch.rand(1)))
+        assert_equal(stands[1][0], stands[0][0])
+        assert torch.equal(stands[1][1], stands[0][1]), "the generator stands elsewhere"
+        _assert_same_gradients((first, model), (before, plain))
+    report = (fast if as_a_whole else part).report()
+    assert report.replays >= 3 or (reentrant and not as_a_whole), str(report)
+
+
+@pytest.mark.parametrize("as_a_whole", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_steps_that_drop_again_what_they_dropped_are_replayed(ranks, reentrant, as_a_whole):
+    ranks(2, _checkpointed_with_dropout, reentrant, as_a_whole=as_a_whole)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -62,7 +62,10 @@ class Attempt:
         self.recording, self.rates = Recording(rates), rates
         self.tape = self.recording.tape
         self.world = World(self._met)
-        self.watch = Watch(self.world, self.recording.values_read, self.recording.catching)
+        recording = self.recording
+        self.watch = Watch(
+            self.world, recording.values_read, recording.catching, recording.state_of_generator
+        )
         if hasty:
             self.recording.give_up_if = self._is_in_vain
         self.before: list[Before] = []

@@ -18,7 +18,7 @@ from shardwright.erased.operands import FUNCTIONAL
 from shardwright.erased.otherwise import Undo
 from shardwright.erased.record import DATA
 from shardwright.erased.sources import Held
-from shardwright.erased.tape import Line, Number, Ref, Tape, refs_of
+from shardwright.erased.tape import Line, Number, Ref, Tape, kept_state, put_back, refs_of
 
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift", "aten::detach_"})
 _LITERALS = frozenset({type(None), bool, int, str})
@@ -90,6 +90,8 @@ def program_of(
         takes: values that are passed in, in this order; None: those that are needed and not held.
         whole: all lines of a call from its beginning, which can be undone then.
     """
+    if not any(line.draws for line in tape.lines):  # then nobody needs to know where generators stood
+        lines = [line for line in lines if line.call not in (kept_state, put_back)]
     aliases = _aliases_among(lines, gives)
     lines = [_renamed(line, aliases) for line in lines if not (line.outs and line.outs[0] in aliases)]
     kept, free = needed(lines, gives)

@@ -22,7 +22,7 @@ from shardwright.erased.catching import Catching
 from shardwright.erased.operands import FUNCTIONAL, Kind, flat, mapped, tensors_among, written_among
 from shardwright.erased.rates import OPTIMIZERS, Following
 from shardwright.erased.refuse import Refusal
-from shardwright.erased.tape import Line, Ref, Tape
+from shardwright.erased.tape import Line, Ref, Tape, kept_state, put_back
 from shardwright.erased.walk import local_of
 from shardwright.erased.watch import Pause, kernel
 from shardwright.tensor.plain import boundary
@@ -94,6 +94,16 @@ class Recording(TorchDispatchMode):
             self.tape.expect(local)
         else:
             self.refuse(what, "the host reads values of a tensor")
+
+    def state_of_generator(self, state: torch.Tensor, *, kept: bool) -> None:
+        """That of the CPU was kept, or is put back."""
+        number = self.tape.enter(state) if kept else self.tape.find(state)
+        if number is None:
+            self.refuse("Generator.set_state", "the state is neither given nor made by the program")
+        elif kept:
+            self.tape.lines.append(Line(kept_state, (), {}, (number,), False, source_line()))
+        else:
+            self.tape.lines.append(Line(put_back, (Ref(number),), {}, (), False, source_line()))
 
     # -- one operator ---------------------------------------------------------------------------------
 

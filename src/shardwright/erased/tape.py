@@ -119,6 +119,16 @@ def expect(x: torch.Tensor, values: list[Any]) -> None:
         )
 
 
+def kept_state() -> torch.Tensor:
+    """Where the generator of the CPU stands, for `put_back`: `torch.utils.checkpoint` keeps it."""
+    return torch.default_generator.get_state()
+
+
+def put_back(state: torch.Tensor) -> None:
+    """Let the generator of the CPU stand there again."""
+    torch.default_generator.set_state(state)
+
+
 _LONGEST_LIST = 4096
 _MOST_LINES = 32  # of a question
 Geometry = tuple[Any, ...]

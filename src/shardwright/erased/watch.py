@@ -56,6 +56,7 @@ _WITH_STATE = frozenset(
     }
 )  # fmt: skip
 _STATES = frozenset({"contextlib", "torch.random", "torch.cuda.random"})
+_OF_STATES = torch.random.get_rng_state.__code__, torch.random.set_rng_state.__code__
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 _ENVIRON = {id(getattr(f, "__code__", None)) for f in vars(type(os.environ)).values()}
 # What `contextlib.contextmanager` makes of a generator, and goes on with it.
@@ -76,12 +77,17 @@ class Watch:
 
     ran_backward: did a backward run inside? restored: refusals that fall where no random number is drawn.
     catching: told of codes that may take an error without being on the way of it.
+    states: told of a state of the CPU's generator that a checkpoint of torch has `kept`, or puts back.
     """
 
     def __init__(
-        self, world: World, values_read: Callable[[torch.Tensor, str], None], catching: Catching
+        self,
+        world: World,
+        values_read: Callable[[torch.Tensor, str], None],
+        catching: Catching,
+        states: Callable[..., None],
     ) -> None:
-        self.world, self.values_read, self.catching = world, values_read, catching
+        self.world, self.values_read, self.catching, self.states = world, values_read, catching, states
         self.refusals: list[Refusal] = []
         self.restored: list[Refusal] = []
         self.ran_backward = False
@@ -116,10 +122,14 @@ class Watch:
         elif event == "call" or event == "return":  # noqa: PLR1714 - asked millions of times: no tuple
             known = self._known.get(id(frame.f_code)) or self._meet(frame)
             if known[1]:
-                self._tell(frame, event)
+                self._tell(frame, event, what)
 
-    def _tell(self, frame: FrameType, event: str) -> None:
-        if frame.f_code is _IMPORT:
+    def _tell(self, frame: FrameType, event: str, what: Any) -> None:
+        if frame.f_code in _OF_STATES:
+            kept = frame.f_code is _OF_STATES[0]
+            if kept is (event == "return") and _by_checkpointing(frame):
+                self.states(what if kept else frame.f_locals["new_state"], kept=kept)
+        elif frame.f_code is _IMPORT:
             if event == "return" and not _is_no_part(frame.f_back):
                 self.world.imported()
         elif frame.f_code is _MADE:
@@ -148,6 +158,7 @@ class Watch:
         told = (
             code is _MADE
             or code is _IMPORT
+            or code in _OF_STATES
             or self.catching.looks_at(code, users=users, ends_block=ends_block)
         )
         known = self._known[id(code)] = code, told
@@ -198,7 +209,8 @@ class Watch:
         elif name in _GENERATOR and isinstance(owner, torch.Generator):  # whoever asks
             why = "it reads or moves the state of a generator of random numbers"
             found = self.restored if _by_checkpointing(frame) else self.refusals
-            found.append(Refusal(f"Generator.{name}", why, source_line()))
+            if found is self.refusals or frame.f_code not in _OF_STATES:  # of which it is told
+                found.append(Refusal(f"Generator.{name}", why, source_line()))
         elif name in _READS_UNSEEN:
             why = "it may read sizes from a tensor, in memory that nobody watches"
             self.refusals.append(Refusal(name, why, source_line()))
