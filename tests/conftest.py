@@ -25,6 +25,7 @@ _PRELOAD = (
     "hypothesis",
     "pytest",
     "shardwright.checkpoint",
+    "shardwright.erased",
     "shardwright.parallel",
     "shardwright.show.trace_table",
     "torch._subclasses.schema_check_mode",
@@ -39,8 +40,11 @@ _COSTLY = {
     "tests.fuzz.ranks": ("tests.fuzz.ranks",),
     "tests.ops.ranks": ("tests.ops.ranks",),
     "tests.parallel.test_compile": (
+        "sympy.tensor.tensor",
         "torch._dynamo.backends.debugging",
+        "torch._dynamo.repro.after_dynamo",
         "torch._inductor.lowering",
+        "torch._inductor.pattern_matcher",
         "torch.export._trace",
     ),
 }
