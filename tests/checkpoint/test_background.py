@@ -205,6 +205,32 @@ def test_copied_bytes_are_the_elements(rows: int, how: str) -> None:
     assert target._version > before
 
 
+def test_ctrl_c_where_a_save_is_waited_for_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread whose `join` was interrupted is dead to Python: the next `wait` returned before the commit."""
+    job, goes_on = sys.modules["shardwright.checkpoint.job"], threading.Event()
+    write = job.write_file
+
+    def late(*args: Any) -> Any:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        assert goes_on.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(job, "write_file", late)
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            async_save(tmp_path / "c", nn.Linear(2, 2)).wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    saving = background._under_way["last"]
+    assert not saving.done
+    threading.Timer(0.05, goes_on.set).start()
+    assert saving.wait() == tmp_path / "c"
+    assert (tmp_path / "c" / "manifest.json").exists()
+
+
 _UNHEARD = """
 import sys
 from shardwright.checkpoint import async_save, background

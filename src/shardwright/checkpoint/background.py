@@ -64,6 +64,8 @@ class AsyncSave:
         self._job, self._stack, self._group, self._taken = job, stack, group, memory
         self._outcome = _Outcome(job.path)
         weakref.finalize(self, _tell_unheard, self._outcome)  # at the latest when the process ends
+        # Not `join`: one that an interrupt leaves takes a thread that runs for one that has ended.
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"saving {job.path}")
         self._thread.start()
 
@@ -76,6 +78,7 @@ class AsyncSave:
         finally:
             self._job.let_go()  # the copies go as soon as they are written
             _memory.update(self._taken)
+            self._ended.set()
 
     @property
     def waited_for(self) -> bool:
@@ -85,14 +88,14 @@ class AsyncSave:
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not; what `wait` does then takes no time."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self) -> Place:
         """Wait until the checkpoint is committed; its path.
 
         Raises: CheckpointError: it is not: the same on every rank, and what was at the path is as it was.
         """
-        self._thread.join()
+        self._ended.wait()
         self._outcome.heard = True
         if self._outcome.error is not None:
             raise CheckpointError(f"the save to {self.path} in the background failed: {self._outcome.error}")
