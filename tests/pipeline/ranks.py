@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -67,6 +68,7 @@ def optimizer_of(model, name):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
 
 
+@cache  # of the tests that follow on these ranks, many compare with the same
 def reference(name, steps=STEPS, accumulate=1, optimizer="AdamW"):
     """Loss, gradients and norm of the first step on one device, and the parameters after all."""
     model = make(name)
