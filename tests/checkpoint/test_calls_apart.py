@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -20,6 +21,7 @@ from torch import nn
 from shardwright import DTensor, Shard, distribute_tensor, init_device_mesh
 from shardwright.checkpoint import agree, async_save, background, load, load_hf, read_manifest, save, save_hf
 from shardwright.checkpoint.hugging_face import export
+from shardwright.checkpoint.interrupts import Interrupts
 from shardwright.errors import CheckpointError
 
 Ranks = Callable[..., list[Any]]
@@ -260,6 +262,33 @@ def test_a_rank_that_dies_amid_collectives_of_torch_is_told_of_in_words(
     assert "a rank did not answer rank 0 amid" in said
     assert f"{tmp_path / 'c'}" in said
     assert not [one for one in tmp_path.rglob("*") if not one.name.endswith(".store")]
+
+
+def test_a_thread_that_goes_on_with_a_call_lets_no_signal_into_the_main_one() -> None:
+    """A Ctrl-C came while `async_save` started its thread: the save went on, and nobody knew of it."""
+    interrupts, came = Interrupts(), list[int]()
+    inside, leave = threading.Event(), threading.Event()
+
+    def goes_on() -> None:
+        with interrupts.open():
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=goes_on)
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        interrupts.hold()
+        thread.start()
+        assert inside.wait(30)
+        signal.raise_signal(signal.SIGUSR1)
+        held = list(came)
+        interrupts.release()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        leave.set()
+        thread.join()
+    assert held == []
+    assert came == [signal.SIGUSR1]
 
 
 class Handles:

@@ -46,7 +46,13 @@ class Interrupts:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, signals come at once; what was held comes at the beginning."""
+        """Inside, signals come at once; what was held comes at the beginning.
+
+        A thread that goes on with a call opens nothing: the main thread may be in it, amid what is one piece.
+        """
+        if not _in_main():
+            yield
+            return
         try:
             self._open = True
             self.deliver()
