@@ -6,7 +6,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import ParallelError
-from shardwright.parallel import parallelize_fsdp
+from shardwright.parallel import parallelize_fsdp, parallelize_replicate
 from shardwright.testing import rank_mesh
 
 
@@ -64,18 +64,21 @@ def _of_parameters(place, inside):
     model, one = _net(), _net()
     sw.distribute_module(model[0], mesh["tp"], {"weight": {"tp": sw.Shard(0)}, "bias": {"tp": sw.Shard(0)}})
     place(model, mesh["dp"])
+    scale = 0.05 if place is parallelize_replicate else 0.1  # there each data rank has a penalty of its own
     with sw.spmd(mesh["tp"]):
         loss = model(x.chunk(2)[mesh.get_local_rank("dp")]).square().sum()
         if inside:
-            loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+            loss = loss + scale * sum(p.square().sum() for p in model.parameters())
     if not inside:
-        loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+        loss = loss + scale * sum(p.square().sum() for p in model.parameters())
     loss.backward()
     (one(x).square().sum() + 0.1 * sum(p.square().sum() for p in one.parameters())).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), one.get_parameter(name).grad)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_penalty_on_parameters_beside_a_loss_of_tensor_ranks(ranks, inside):
-    ranks(4, _of_parameters, parallelize_fsdp, inside)
+@pytest.mark.parametrize(
+    ("place", "inside"), [(parallelize_fsdp, True), (parallelize_fsdp, False), (parallelize_replicate, True)]
+)
+def test_a_penalty_on_parameters_beside_a_loss_of_tensor_ranks(ranks, place, inside):
+    ranks(4, _of_parameters, place, inside)
