@@ -291,6 +291,38 @@ def test_a_thread_that_goes_on_with_a_call_lets_no_signal_into_the_main_one() ->
     assert came == [signal.SIGUSR1]
 
 
+@pytest.mark.parametrize("amid", ["hold", "release"])
+@pytest.mark.parametrize("comes", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_amid_the_change_of_handlers_leaves_the_programs_own(
+    monkeypatch: pytest.MonkeyPatch, amid: str, comes: signal.Signals
+) -> None:
+    """What came after the first change and before the last one left the rest as they were amid a call."""
+    numbers, interrupts, change = (signal.SIGUSR1, signal.SIGUSR2), Interrupts(), signal.signal
+    before = {number: change(number, signal.default_int_handler) for number in numbers}
+
+    def changed(number: int, handler: Any) -> Any:
+        was = change(number, handler)
+        if number == numbers[0]:
+            monkeypatch.setattr(signal, "signal", change)
+            signal.raise_signal(comes)
+        return was
+
+    def call() -> None:
+        interrupts.hold()
+        interrupts.release()
+
+    try:
+        if amid == "release":
+            interrupts.hold()
+        monkeypatch.setattr(signal, "signal", changed)
+        with pytest.raises(KeyboardInterrupt):
+            call() if amid == "hold" else interrupts.release()
+        assert [signal.getsignal(number) for number in numbers] == [signal.default_int_handler] * 2
+    finally:
+        for number, handler in before.items():
+            change(number, handler)
+
+
 class Handles:
     """It sets a handler while its state is asked for, and will put back the one that it found."""
 

@@ -33,16 +33,28 @@ class Interrupts:
         if _in_main():
             handlers = {one: signal.getsignal(one) for one in signal.valid_signals()}
             self._old = {one: handler for one, handler in handlers.items() if callable(handler)}
-        for number in self._old:
-            signal.signal(number, self._hear)
+        try:
+            for number in self._old:
+                signal.signal(number, self._hear)
+        except BaseException:  # of one that is not held yet: nobody will release what is
+            self.release()
+            raise
 
     def release(self) -> None:
         """Give the program its handlers back, but where it has set others meanwhile, and deliver."""
-        self._holding = False  # who took ours for its own may put it back later
+        interrupt: BaseException | None = None
         for number, handler in self._old.items():
-            if signal.getsignal(number) == self._hear:
-                signal.signal(number, handler)
-        self.deliver()
+            try:
+                if signal.getsignal(number) == self._hear:
+                    signal.signal(number, handler)
+            except BaseException as error:  # noqa: BLE001  of one that is back already: the others follow
+                interrupt = error
+        self._holding = False  # who took ours for its own may put it back later
+        try:
+            self.deliver()
+        finally:
+            if interrupt is not None:
+                raise interrupt
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
