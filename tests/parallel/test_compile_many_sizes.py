@@ -97,6 +97,21 @@ def test_a_graph_of_any_length_is_of_one_layout(ranks):
     ranks(2, _other_layouts, timeout=120)
 
 
+def _two_pending():
+    torch._dynamo.reset()
+    mesh, compiled = rank_mesh((2,), ("tp",)), torch.compile(torch.mul, backend="aot_eager")
+    for n in (4, 6, 8):
+        rows = torch.randn(n, n + 1, generator=torch.Generator().manual_seed(n))
+        terms = [sw.DTensor.from_local(rows * scale, mesh, [sw.Partial("sum")]) for scale in (1, 2)]
+        torch.testing.assert_close(compiled(*terms).full_tensor(), rows * 2 * rows * 4)
+    torch._dynamo.reset()
+
+
+def test_operands_that_are_moved_may_have_lengths_of_their_own(ranks):
+    """Each had a symbol of its own, and numbers in which they differ were tried: an error of broadcasting."""
+    ranks(2, _two_pending, timeout=120)
+
+
 class _Model(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -122,6 +122,8 @@ def _is_chosen_at_any_size(
     A way costs so much more for each element: what is cheapest for both ends is for all that lies between.
     So ranks whose graphs were made for other examples send the same.
     """
+    if not _fits(form, func, args, kwargs, tensors):  # asked first: symbols that must be equal become one
+        return False
     for number in _numbers(tensors[0].device_mesh.size()):
         specs = [_at(x, number) for x in tensors]
         other = decide(_asked(func, args, kwargs, tensors, specs, partial(at, number=number)))
@@ -134,6 +136,16 @@ def _is_chosen_at_any_size(
     return True
 
 
+def _named(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+
+
+def _fits(form: AnySize, func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> bool:
+    named = _named(func, args, kwargs)
+    shapes: Any = [tuple(x.shape) for x in tensors]
+    return form.fits(shapes, [named[name] for name, _ in form.arguments])
+
+
 def _way(decided: Prepared) -> tuple[Any, ...]:
     moves = [(move.operand, move.target.placements) for move in decided.moves]
     results = [spec and spec.layout.placements for spec in decided.results]
@@ -144,9 +156,8 @@ def _run(
     func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor], decided: Prepared, form: AnySize
 ) -> Any:
     shapes: Any = [tuple(x.shape) for x in tensors]
-    places = {name for name, _ in form.arguments}
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    if not form.fits(shapes, [named[name] for name, _ in form.arguments]):
+    places, named = {name for name, _ in form.arguments}, _named(func, args, kwargs)
+    if not _fits(form, func, args, kwargs, tensors):
         return NotImplemented
     followed = places | (other_sizes.computed_with(func) if all(map(_takes_numbers, tensors)) else set())
     if any(_has_symbols(value) for name, value in named.items() if name not in followed):
