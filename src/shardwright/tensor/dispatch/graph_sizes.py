@@ -78,11 +78,11 @@ def _of_any_size(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -
     if form is None and not (decided.overrides or decided.call or asked.decision.local):
         of_others = registry.is_changed and not all(rule.any_size for rule in registry.rules_of(func))
         form = None if of_others else asked.decision.same_way()
-        if form is not None and not _is_chosen_at_any_size(func, args, kwargs, tensors, decided, form):
-            return NotImplemented
-    if form is None or decided.call is not None:
+    # What is equal is asked before other sizes are tried: symbols that must be equal become one.
+    if form is None or decided.call or not _fits(form, _named(func, args, kwargs), tensors):
         return NotImplemented
-    return _run(func, args, kwargs, tensors, decided, form)
+    tried = form is decided.any_size or _is_chosen_at_any_size(func, args, kwargs, tensors, decided, form)
+    return NotImplemented if not tried else _run(func, args, kwargs, tensors, decided, form)
 
 
 def _asked(
@@ -122,8 +122,6 @@ def _is_chosen_at_any_size(
     A way costs so much more for each element: what is cheapest for both ends is for all that lies between.
     So ranks whose graphs were made for other examples send the same.
     """
-    if not _fits(form, func, args, kwargs, tensors):  # asked first: symbols that must be equal become one
-        return False
     for number in _numbers(tensors[0].device_mesh.size()):
         specs = [_at(x, number) for x in tensors]
         other = decide(_asked(func, args, kwargs, tensors, specs, partial(at, number=number)))
@@ -140,10 +138,8 @@ def _named(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
-def _fits(form: AnySize, func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> bool:
-    named = _named(func, args, kwargs)
-    shapes: Any = [tuple(x.shape) for x in tensors]
-    return form.fits(shapes, [named[name] for name, _ in form.arguments])
+def _fits(form: AnySize, named: dict[str, Any], tensors: list[DTensor]) -> bool:
+    return form.fits([tuple(x.shape) for x in tensors], [named[name] for name, _ in form.arguments])
 
 
 def _way(decided: Prepared) -> tuple[Any, ...]:
@@ -157,8 +153,6 @@ def _run(
 ) -> Any:
     shapes: Any = [tuple(x.shape) for x in tensors]
     places, named = {name for name, _ in form.arguments}, _named(func, args, kwargs)
-    if not _fits(form, func, args, kwargs, tensors):
-        return NotImplemented
     followed = places | (other_sizes.computed_with(func) if all(map(_takes_numbers, tensors)) else set())
     if any(_has_symbols(value) for name, value in named.items() if name not in followed):
         return NotImplemented
