@@ -41,8 +41,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._mode_utils import no_dispatch as no_dispatch
 from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from shardwright.compat.dynamo import TorchDispatchMode as TorchDispatchMode
@@ -140,6 +138,35 @@ def tree_leaves(tree: Any) -> list[Any]:
 _LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """As torch's, in a fraction of the time where containers are Python's own and leaves plain."""
+    return _mapped(function, tree, None)
+
+
+def tree_map_only(wanted: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same of the leaves of a class, or of several; the others stay as they are."""
+    return _mapped(function, tree, wanted)
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any, wanted: Any) -> Any:
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        made = []
+        for each in tree:
+            plain = type(each) in _LEAVES or isinstance(each, torch.Tensor)
+            if plain and wanted is not None and not isinstance(each, wanted):
+                made.append(each)
+            else:
+                made.append(function(each) if plain else _mapped(function, each, wanted))
+        return made if kind is list else tuple(made)
+    if kind is dict:
+        return dict(zip(tree, _mapped(function, list(tree.values()), wanted), strict=True)) if tree else {}
+    if wanted is None:
+        is_leaf = kind in _LEAVES or issubclass(kind, torch.Tensor)
+        return function(tree) if is_leaf else _pytree.tree_map(function, tree)
+    return function(tree) if isinstance(tree, wanted) else _pytree.tree_map_only(wanted, function, tree)
+
+
 def will_run(node: Any, place: int) -> bool:
     """Does the running backward want the gradient that a node gives at this place?"""
     following = node.next_functions[place][0]
@@ -170,7 +197,9 @@ def unfollowed(x: torch.Tensor) -> torch.Tensor | None:
 
 def records_a_graph() -> bool:
     """Is a graph recorded of what is run, by `torch.compile` or `make_fx`?"""
-    return torch.compiler.is_compiling() or (modes_on() > 0 and get_proxy_mode() is not None)
+    if torch.compiler.is_dynamo_compiling() or compiler_names["_is_compiling_flag"]:
+        return True
+    return modes_on() > 0 and get_proxy_mode() is not None
 
 
 class WithoutTangents:

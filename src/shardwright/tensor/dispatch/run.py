@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwright.compat import tree_flatten, tree_unflatten
+from shardwright.compat import tree_leaves, tree_map
 from shardwright.compat.graph_order import made_of, noted_as_written, nothing_of
 from shardwright.errors import LayoutError
 from shardwright.layout.layout import Layout
@@ -230,7 +230,7 @@ def wrap_results(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
         return out if spec is None else wrap(out, spec)
     if out is None:
         return None
-    flat, tree = tree_flatten(out)
+    flat = tree_leaves(out)
     per_return = written if len(written) == len(flat) else (None,) * len(flat)
     wrapped = [
         value
@@ -238,7 +238,13 @@ def wrap_results(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
         else (tensors[w] if w is not None else wrap(value, spec))
         for value, spec, w in zip(flat, specs, per_return, strict=True)
     ]
-    return tree_unflatten(wrapped, tree)
+    return _in_place_of(wrapped, out)
+
+
+def _in_place_of(leaves: Iterable[Any], out: Any) -> Any:
+    """What the local call gave, with these in place of its tensors."""
+    remaining = iter(leaves)
+    return tree_map(lambda _: next(remaining), out)
 
 
 def _check(prepared: Prepared, func: Op, out: Any, as_said: bool) -> None:
@@ -250,7 +256,7 @@ def _check(prepared: Prepared, func: Op, out: Any, as_said: bool) -> None:
     Raises: LayoutError: a rule is wrong. Never a wrong value in silence.
     """
     results = list(prepared.results)
-    flat = tree_flatten(out)[0]
+    flat = tree_leaves(out)
     is_new = [as_said and returned.alias_info is None for returned in func._schema.returns]
     for place, (local, spec) in enumerate(zip(flat, prepared.results, strict=False)):
         if spec is not None and isinstance(local, torch.Tensor):
@@ -333,7 +339,7 @@ def _identity(
 
 def _wrap_replicated(prepared: Prepared, out: Any, tensors: list[DTensor]) -> Any:
     """What whole operands gave, as it is: no kernel without data had to foresee it."""
-    flat, tree = tree_flatten(out)
+    flat = tree_leaves(out)
     mesh, use = tensors[0].device_mesh, common_use(tensors)
     written = prepared.written if len(prepared.written) == len(flat) else (None,) * len(flat)
     wrapped = [
@@ -342,4 +348,4 @@ def _wrap_replicated(prepared: Prepared, out: Any, tensors: list[DTensor]) -> An
         else (tensors[w] if w is not None else as_replicated(value, mesh, use))
         for value, w in zip(flat, written, strict=True)
     ]
-    return tree_unflatten(wrapped, tree)
+    return _in_place_of(wrapped, out)
