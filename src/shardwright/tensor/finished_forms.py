@@ -25,10 +25,16 @@ from typing import Any
 import torch
 
 from shardwright.comm.record import record_decision, recording
-from shardwright.compat import current_graph_task_id, records_a_graph, view_again
-from shardwright.layout.layout import Layout, all_hold_some
+from shardwright.compat import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    records_a_graph,
+    view_again,
+)
+from shardwright.layout.layout import Layout
 from shardwright.placement.base import Replicate
 from shardwright.remember import remembered
+from shardwright.rules.call import Op
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move_many import move_operands_together
 from shardwright.tensor.plain.boundary import state
@@ -79,14 +85,16 @@ class _OfMemory:
 def may_keep(x: DTensor) -> bool:
     """Is `x` a value whose finished form is kept?"""
     spec = x._spec
-    if not spec.pending or spec.use is not None:
+    if not spec.pending or spec.use is not None or not _may_now(x._local_tensor):
         return False
+    return not x._local_tensor.is_inference() and not x.is_inference() and spec.held_by_all
+
+
+def _may_now(local: torch.Tensor) -> bool:
+    """What of it changes while a value lives."""
     if not state.blocks and current_graph_task_id() == -1:  # ranks may run other calls
         return False
-    local = x._local_tensor
-    if x.is_inference() or local.is_inference() or records_a_graph() or in_hands(local):
-        return False
-    return all_hold_some(spec.layout)
+    return not records_a_graph() and not in_hands(local)
 
 
 def finishes(have: Layout, want: Layout) -> bool:
@@ -106,9 +114,10 @@ def finished_layout(layout: Layout) -> Layout:
 
 def known(x: DTensor) -> DTensor | None:
     """The finished form of `x`, if it is kept and `x` was not written since; of a view, that of its base."""
-    if not may_keep(x):
+    has_form = x._spec.form is not None  # then the rest was asked when it was kept
+    if not (_may_now(x._local_tensor) if has_form else may_keep(x)):
         return None
-    kept = _of(x)
+    kept = _of(x) if has_form else None
     if kept is None:
         base = _base(x)
         whole = None if base is None or not may_keep(base) else _of(base)
@@ -136,9 +145,10 @@ def _base(x: DTensor) -> DTensor | None:
 
 def _of(x: DTensor) -> DTensor | None:
     kept: _Form | None = x._spec.form
-    if kept is None or kept.local is not x._local_tensor or not kept.versions.hold(x):
+    if kept is None or kept.local is not x._local_tensor:
         return None
-    return kept.form
+    with DisableTorchFunctionSubclass():  # only looks, each of which would be asked of the class first
+        return kept.form if kept.versions.hold(x) else None
 
 
 def holds(x: object) -> bool:
@@ -254,7 +264,8 @@ def finish_together(op: str, values: Iterable[DTensor], why: str = "read in one 
         keep(x, wrap(local, spec_of(layout, x.device_mesh)))
 
 
-def taken(op: str, x: DTensor, form: DTensor) -> None:
+def taken(op: Op | str, x: DTensor, form: DTensor) -> None:
     """Record that an op takes the form that was kept."""
     if recording():
-        record_decision(op, "finished before, kept", f"{x._spec.layout} -> {form._spec.layout}")
+        name = op if isinstance(op, str) else op.name()
+        record_decision(name, "finished before, kept", f"{x._spec.layout} -> {form._spec.layout}")

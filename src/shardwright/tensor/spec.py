@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -21,7 +22,7 @@ from shardwright.compat.dynamo import out_of_graph, stands_in_graph
 from shardwright.errors import MeshError, ParallelError
 from shardwright.index.region import Shape
 from shardwright.layout.kind import Kind
-from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Layout, all_hold_some
 from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
 from shardwright.remember import memo
 from shardwright.tensor.placements import placements_of
@@ -174,6 +175,11 @@ class Spec(DTensorSpec):
         made.__dict__.update(self.plain.__dict__, kind=None, form=form)
         made.__dict__["token"] = self.plain.__dict__.setdefault("_asking", None) or _asking_token(self.plain)
         return made
+
+    @cached_property
+    def held_by_all(self) -> bool:
+        """Does every rank surely hold elements?"""
+        return all_hold_some(self.layout)
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

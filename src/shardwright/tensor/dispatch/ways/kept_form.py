@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.spec import Spec
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import CLASSES, held_outside
+
+_Forms = list[tuple[DTensor, DTensor]]  # values, with what is read for them
 
 
 class KeptForm:
@@ -53,46 +55,50 @@ def with_forms(
     func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
     """What a call of `short.on_forms` is given for what it reads; None: nothing was finished before."""
-    derived.finish_beside(func.name(), tensors)
     asking = _asking(tensors)
+    for _, spec in asking:
+        if spec.form is None:
+            derived.finish_beside(func.name(), tensors)
+            asking = _asking(tensors)
+            break
     values = asking or [(x, x._spec) for x in tensors if x._spec.pending]
     forms = _forms_of(values, func, args, kwargs)
     return _exchanged(forms, args, kwargs) if forms or asking else None
 
 
-def _forms_of(
-    asking: Sequence[tuple[DTensor, Spec]], func: Op, args: Args, kwargs: Kwargs
-) -> dict[int, DTensor]:
+def _forms_of(asking: Iterable[tuple[DTensor, Spec]], func: Op, args: Args, kwargs: Kwargs) -> _Forms:
     """The finished forms of those of these values that the call only reads; one without asks no more."""
-    own = set(map(id, write_back.written_by(func, args, kwargs))) if func._schema.is_mutable else ()
-    forms: dict[int, DTensor] = {}
+    own = write_back.written_by(func, args, kwargs) if func._schema.is_mutable else ()
+    forms: _Forms = []
     for x, spec in asking:
-        form = None if id(x) in own else finished_forms.known(x)
+        form = None if any(x is each for each in own) else finished_forms.known(x)
         if form is None:
             x._spec = spec.plain
         else:
-            forms[id(x)] = form
-            finished_forms.taken(func.name(), x, form)
+            forms.append((x, form))
+            finished_forms.taken(func, x, form)
     return forms
 
 
-def _exchanged(
-    forms: Mapping[int, DTensor], args: Args, kwargs: Kwargs
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    named = {name: _with_form(value, forms) for name, value in kwargs.items()}
-    return tuple([_with_form(value, forms) for value in args]), named
+def _exchanged(forms: _Forms, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    given = list(args)
+    for place, value in enumerate(given):
+        if isinstance(value, torch.Tensor | list | tuple):
+            given[place] = _with_form(value, forms)
+    return tuple(given), {n: _with_form(value, forms) for n, value in kwargs.items()} if kwargs else kwargs
 
 
-def _asking(tensors: Sequence[DTensor]) -> list[tuple[DTensor, Spec]]:
+def _asking(tensors: Iterable[DTensor]) -> list[tuple[DTensor, Spec]]:
     """The operands of which a finished form is known, perhaps, with the specs that say so."""
     return [(x, x._spec) for x in tensors if x._spec.plain is not x._spec]
 
 
-def _with_form(value: Any, forms: Mapping[int, DTensor]) -> Any:
+def _with_form(value: Any, forms: _Forms) -> Any:
     """The finished form of an operand, also in lists: a residual stream is read so at every layer."""
-    if isinstance(value, list | tuple):
-        return [_with_form(each, forms) for each in value]
-    return forms.get(id(value), value)
+    for x, form in forms:
+        if value is x:
+            return form
+    return [_with_form(each, forms) for each in value] if isinstance(value, list | tuple) else value
 
 
 def counting_writes(route: Callable[..., Any], func: Op, args: Args, kwargs: Kwargs) -> Any:
