@@ -119,6 +119,7 @@ def _what_a_local_graph_saved():
         for mode in (torch.enable_grad, torch.no_grad):
             _, y = _with_a_local_graph()
             with mode():
+                write(y.detach().clone())  # of which no graph knows: what is learned of it holds for others
                 write(y)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()

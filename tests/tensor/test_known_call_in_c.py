@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
@@ -307,6 +308,51 @@ def _a_mode_sees():
 
 def test_modes_are_asked_in_python(ranks):
     assert ranks(1, _a_mode_sees) == [["aten.add.Tensor"]]
+
+
+class _Heard(TorchFunctionMode):
+    """Notes which functions it is asked about."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _function_modes_hear():
+    """What one around a block hears, and one inside of it, as known calls run in C and in Python."""
+    mesh = _mesh()
+    x, y, *_ = _operands(mesh)
+    plain = y.full_tensor()
+
+    def program():
+        with torch.no_grad():
+            made = [x + y, torch.cat([x, y]), x + plain, torch.add(x, y, alpha=2), x.view(-1), x.sum(0)]
+        return [each.full_tensor() for each in made]
+
+    def heard():
+        around, within = _Heard(), _Heard()
+        with around, sw.spmd(mesh):
+            first = program()
+        with sw.spmd(mesh), within:
+            second = program()
+        same = all(map(torch.equal, first, second))
+        return around.names, within.names, same
+
+    in_c = [heard() for _ in range(3)][-1]
+    with doors.in_python():
+        return in_c, heard()
+
+
+def test_function_modes_around_a_block_hear_what_they_hear_in_python(ranks):
+    for (around, within, same), in_python in ranks(2, _function_modes_hear):
+        assert (around, within, same) == in_python
+        assert same
+        assert {"add", "cat", "view", "sum"} <= set(around)
+        assert {"add", "cat", "view", "sum"} <= set(within)
 
 
 def _a_graph_is_recorded():

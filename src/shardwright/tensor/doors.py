@@ -33,14 +33,14 @@ from shardwright.tensor.dispatch.call import dispatch
 from shardwright.tensor.dispatch.ways import kept_form
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.localized import LOOKUPS, MIXING, LocalizedDTensor, call_localized, compute_view
-from shardwright.tensor.plain import boundary
+from shardwright.tensor.plain import boundary, spmd
 from shardwright.tensor.plain.host_reads import READING
 from shardwright.tensor.views import write_back
 from shardwright.tensor.wrap import held_outside, wrap
 
 _VARIABLE = "SHARDWRIGHT_EXTENSION"
 _MODULE = "shardwright.tensor.extension.known_call"
-_BUILT = 15  # `VERSION` of the C file
+_BUILT = 16  # `VERSION` of the C file
 # Classes whose values `call._collect` tells apart by class and value.
 _SCALARS = frozenset(
     {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -67,10 +67,12 @@ def open_doors(*, extension: bool = True) -> str:
     why = why_python()
     if why or not extension:
         _put(classmethod(boundary.call), classmethod(call_localized), classmethod(dispatch))
+        spmd.Entrance.at_once = staticmethod(spmd.at_once)
     else:
         made = _module()
         below = _dispatch(made)
         _put(_boundary(made, boundary.call, below), _boundary(made, call_localized, below), below)
+        spmd.Entrance.at_once = _block(made, DTensor.__torch_function__)
     short.reader.there = not why
     return why
 
@@ -155,6 +157,17 @@ def _boundary(made: ModuleType, call: Any, below_it: Any) -> Any:
         nodes=one_node.NODES,
         node_calls=one_node.calls,
         packing=packing,
+    )
+
+
+def _block(made: ModuleType, entrance: Any) -> Any:
+    return made.Block(
+        spmd.at_once,
+        compiler=compiler_names,
+        function_modes=function_modes_on,
+        simple=spmd.SIMPLE,
+        ours=DTensor,
+        boundary=entrance,
     )
 
 

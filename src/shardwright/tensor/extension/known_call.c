@@ -1,4 +1,5 @@
-/* The two doors of a known call, in C: `DTensor.__torch_function__` and `DTensor.__torch_dispatch__`.
+/* The two doors of a known call, in C: `DTensor.__torch_function__` and `DTensor.__torch_dispatch__`; and what
+ * stands before the first of them inside `spmd`, whose mode torch asks instead.
  *
  * Nothing is decided here. A door looks whether Python has left a recipe for exactly this call (`short.Short`,
  * found by the key that `call._collect` makes), asks what may be otherwise at each call, and does what Python
@@ -19,10 +20,10 @@
 
 /* Raised, here and in `doors.py`, with every change of what doors are given or do: one that was built before
  * must not stand before functions of today. */
-enum { VERSION = 15 };
+enum { VERSION = 16 };
 
 /* What a door holds, by name: keyword arguments of its class. The first of each kind is the Python function. */
-enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, MOST_HELD = 32 };
+enum { PYTHON, OF_DISPATCH = 1, OF_BOUNDARY = 1, OF_BLOCK = 1, MOST_HELD = 32 };
 enum {
     RECIPES = OF_DISPATCH, /* key -> Short */
     RECIPE,                /* the class Short */
@@ -86,6 +87,15 @@ enum {
 _Static_assert(
     (int)END_OF_DISPATCH <= (int)MOST_HELD && (int)END_OF_BOUNDARY <= (int)MOST_HELD, "a door holds less than it is given");
 
+enum {
+    OF_NAMES = OF_BLOCK, /* the names of torch.compiler */
+    OF_MODES,            /* how many modes see each function of torch */
+    OF_ARGUMENTS,        /* classes of arguments that a block leaves as they are */
+    OF_TENSORS,          /* the class of DTensors */
+    ENTRANCE,            /* their door: `boundary` */
+    END_OF_BLOCK
+};
+static const char *const held_by_block[] = {"compiler", "function_modes", "simple", "ours", "boundary", NULL};
 static const char *const held_by_dispatch[] = {"recipes", "recipe", "copies", "modes", "inference", "scalars",
     "ordinary", "localized", "new", "wrap", "local", "spec", "made_by", "lists", "list_ops", "tensor", "helpers",
     "raise_versions", "watching", "held_outside", "function_modes", "ops_of_any_number", "on_forms", "with_forms", NULL};
@@ -1160,6 +1170,9 @@ static enum Found write_whole(
     if (found == FOUND && (told == NULL || raise_versions(below, told) < 0)) {
         found = FAILED;
     }
+    if (found == FOUND && count_locally(below, operand, local) < 0) { /* a local view counts by itself */
+        found = FAILED;
+    }
     Py_XDECREF(told);
     if (found == FOUND) {
         *result = Py_NewRef(operand);
@@ -1512,7 +1525,53 @@ static PyObject *boundary(PyObject *self, PyObject *const *args, size_t flags, P
     return judged;
 }
 
+/* Has the block nothing to do for an argument? -1: error. */
+static int is_simple(Door *door, PyObject *value) {
+    PyObject *class = (PyObject *)Py_TYPE(value);
+    return class == door->held[OF_TENSORS] ? 1 : PySet_Contains(door->held[OF_ARGUMENTS], class);
+}
+
+/* (func, types, args, kwargs): as the function in Python, `spmd.at_once`. */
+static PyObject *at_once(PyObject *self, PyObject *const *args, size_t flags, PyObject *names) {
+    Door *door = door_of(self);
+    Py_ssize_t n = PyVectorcall_NARGS(flags), place = 0;
+    if (names != NULL || n != 4 || !PyTuple_CheckExact(args[1]) || !PyTuple_CheckExact(args[2]) ||
+        (args[3] != Py_None && !PyDict_CheckExact(args[3]))) {
+        return PyObject_Vectorcall(door->held[PYTHON], args, flags, names);
+    }
+    PyObject *flag = PyDict_GetItemWithError(door->held[OF_NAMES], str_compiles), *value;
+    int yes = flag == NULL && PyErr_Occurred() ? -1 : flag == Py_False;
+    yes = yes > 0 ? PyTuple_GET_SIZE(args[1]) == 1 && PyTuple_GET_ITEM(args[1], 0) == door->held[OF_TENSORS] : yes;
+    for (Py_ssize_t i = 0; yes > 0 && i < PyTuple_GET_SIZE(args[2]); i++) {
+        yes = is_simple(door, PyTuple_GET_ITEM(args[2], i));
+    }
+    while (yes > 0 && args[3] != Py_None && PyDict_Next(args[3], &place, NULL, &value)) {
+        yes = is_simple(door, value);
+    }
+    if (yes > 0) {
+        PyObject *modes = PyObject_CallNoArgs(door->held[OF_MODES]);
+        yes = modes == NULL ? -1 : PyObject_Not(modes);
+        Py_XDECREF(modes);
+    }
+    if (yes <= 0) {
+        return yes < 0 ? NULL : Py_NewRef(Py_NotImplemented);
+    }
+    return PyObject_Vectorcall(door->held[ENTRANCE], args, (size_t)n, NULL);
+}
+
 /* ---------------------------------------------------------------------------------------------- classes */
+
+static int block_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+    if (door_init(self, args, kwargs, held_by_block) < 0) {
+        return -1;
+    }
+    if (!PyAnySet_Check(door_of(self)->held[OF_ARGUMENTS])) {
+        PyErr_SetString(PyExc_TypeError, "simple is a set of classes");
+        return -1;
+    }
+    door_of(self)->call = at_once;
+    return 0;
+}
 
 static int dispatch_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Door *door = door_of(self);
@@ -1600,7 +1659,7 @@ static int intern_names(void) {
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "known_call",
-    .m_doc = "The two doors of a known call, in C.",
+    .m_doc = "The doors of a known call, in C.",
     .m_size = -1,
 };
 
@@ -1611,6 +1670,7 @@ PyMODINIT_FUNC PyInit_known_call(void) {
     }
     if (add(module, "Dispatch", make_class("shardwright.tensor.extension.known_call.Dispatch", dispatch_init)) < 0 ||
         add(module, "Boundary", make_class("shardwright.tensor.extension.known_call.Boundary", boundary_init)) < 0 ||
+        add(module, "Block", make_class("shardwright.tensor.extension.known_call.Block", block_init)) < 0 ||
         PyModule_AddIntConstant(module, "FIELDS", FIELDS) < 0 ||
         PyModule_AddIntConstant(module, "FIELDS_OF_LISTS", FIELDS_OF_LISTS) < 0 ||
         PyModule_AddIntConstant(module, "VERSION", VERSION) < 0) {

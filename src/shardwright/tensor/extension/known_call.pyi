@@ -9,3 +9,6 @@ class Dispatch(classmethod[Any, ..., Any]):
 
 class Boundary(classmethod[Any, ..., Any]):
     def __init__(self, call: Callable[..., Any], /, **held: Any) -> None: ...
+
+class Block(classmethod[Any, ..., Any]):
+    def __init__(self, at_once: Callable[..., Any], /, **held: Any) -> None: ...

@@ -16,6 +16,7 @@ from shardwright.comm.dtype import as_bytes
 from shardwright.comm.record import source_line
 from shardwright.compat import (
     FakeTensor,
+    compiler_names,
     function_modes_on,
     outside_transforms,
     transforms_on,
@@ -44,7 +45,7 @@ _on_the_host = partial(
     why="spmd compares plain tensors between the ranks, which no graph holds; fix: spmd(mesh, check=False)",
 )
 # Arguments beside which there is no plain tensor: DTensors, and what can hold none.
-_SIMPLE = frozenset({DTensor, bool, int, float, type(None), torch.dtype})
+SIMPLE = frozenset({DTensor, bool, int, float, type(None), torch.dtype})
 _OURS = (DTensor,)
 # Lists that are given to these are read in C, below all dispatch.
 _READ_IN_C = frozenset({torch.tensor, torch.as_tensor})
@@ -53,6 +54,22 @@ _Site = tuple[str, int, MeshShape] | None
 # What its ranks know together of a line: how many values were compared there, and whether a block has ended
 # that compared some. What else one of them did in a block (an error, or nothing) the others do not know.
 _compared: dict[_Site, tuple[int, bool]] = {}
+
+
+def at_once(func: Any, types: Any, args: Args, kwargs: dict[str, Any] | None) -> Any:
+    """The call, where a block has nothing to do for it and nobody else is asked; else NotImplemented."""
+    if types != _OURS or compiler_names["_is_compiling_flag"]:
+        return NotImplemented
+    given = (*args, *kwargs.values()) if kwargs else args
+    if not SIMPLE.issuperset(map(type, given)) or function_modes_on():
+        return NotImplemented
+    return DTensor.__torch_function__(func, types, args, kwargs)
+
+
+class Entrance:
+    """Holds `at_once`, or the one in C that stands before it (`doors.py`)."""
+
+    at_once: Any = staticmethod(at_once)
 
 
 class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the verb that users write
@@ -102,10 +119,10 @@ class spmd(TorchFunctionMode):  # noqa: N801 - a context manager, named like the
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not torch.compiler.is_compiling() and types == _OURS:
-            given = (*args, *kwargs.values()) if kwargs else args
-            if _SIMPLE.issuperset(map(type, given)) and not function_modes_on():  # nobody else is asked
-                return DTensor.__torch_function__(func, types, args, kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            out = Entrance.at_once(func, types, args, kwargs)
+            if out is not NotImplemented:
+                return out
         kwargs = kwargs or {}
         if func in _READ_IN_C:
             args, kwargs = tuple(map(_readable, args)), {k: _readable(v) for k, v in kwargs.items()}
