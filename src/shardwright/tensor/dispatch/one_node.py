@@ -115,7 +115,9 @@ class Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for place in ctx.order if grad is not None else ():
             if ctx.needs_input_grad[1 + place] and will_run(ctx, place):
-                found[place] = _run(_GRADIENTS[place], grad, (weight, x, None)[place])
+                # what the product before this one finished, perhaps: then it is a whole function again
+                given = grad if torch.is_grad_enabled() else _form(grad)
+                found[place] = _run(_GRADIENTS[place], given, (weight, x, None)[place])
         return None, *found
 
 
@@ -175,15 +177,16 @@ class RmsNorm(torch.autograd.Function):
         wanted = [grad is not None and ctx.needs_input_grad[i] and will_run(ctx, i // 2) for i in (1, 3)]
         if not any(wanted):
             return (None,) * 5
-        x = x if torch.is_grad_enabled() else _form(x)  # the form is no function of it, to autograd
+        if not torch.is_grad_enabled():  # a form is no function of what it is of, to autograd
+            x, grad = _form(x), _form(grad)
         scale = _run(_scale, x, ctx.dims, torch.finfo(x.dtype).eps if ctx.eps is None else ctx.eps)
         of_x = _run(_of_scaled, grad, x, scale, weight, ctx.dims) if wanted[0] else None
         of_weight = _run(_of_its_weight, grad, x, scale, len(ctx.dims)) if wanted[1] else None
         return None, of_x, None, of_weight, None
 
 
-def _form(x: DTensor) -> DTensor:
-    form = finished_forms.known(x) if x._spec.pending else None
+def _form(x: Any) -> Any:
+    form = finished_forms.known(x) if _is_pending(x) else None
     return x if form is None else form
 
 
@@ -211,7 +214,7 @@ def _of_its_weight(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, dim
     return (grad * (x * scale)).sum(tuple(range(grad.dim() - dims)))
 
 
-# Functions of our own that may be whole, as torch's are.
+# Functions of our own that may be whole, as torch's are; called by backwards alone.
 WHOLE = frozenset((*_GRADIENTS, _scale, _of_scaled, _of_its_weight))
 
 

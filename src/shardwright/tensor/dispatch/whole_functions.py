@@ -34,7 +34,7 @@ from shardwright.remember import memo
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs
 from shardwright.rules.op import is_view
-from shardwright.tensor.dispatch import any_number, call, one_node, short
+from shardwright.tensor.dispatch import any_number, call, derived, one_node, short
 from shardwright.tensor.dispatch.bindings import Heard, Listening
 from shardwright.tensor.dispatch.same_local_calls import does_the_same, place_of
 from shardwright.tensor.dispatch.ways.list_arguments import Taken
@@ -162,9 +162,8 @@ def _learn(func: Any, args: Args, kwargs: Kwargs, key: _Key, heard: list[Heard],
     if all(is_view(each.op) for each in heard):  # or no op at all
         functions[func] = None if heard and isinstance(func, _IN_C) else False
         return
-    is_asked_for = (
-        isinstance(out, DTensor) and out.requires_grad
-    )  # by a keyword, which torch obeys after the op
+    # by a keyword, which torch obeys after the op; what is written may have wanted it before
+    is_asked_for = isinstance(out, DTensor) and out.requires_grad and not any(out is x for x in args)
     found = None if is_asked_for else _found(func, args, kwargs, heard, out)
     if found is None and _never(func):
         functions[func] = False
@@ -223,7 +222,7 @@ def _never(func: Any) -> bool:
 
 def _found(func: Any, args: Args, kwargs: Kwargs, heard: list[Heard], out: Any) -> short.Short | None:
     """The recipe of a call that ran these ops and gave `out`; None: it is not to be run as a whole."""
-    recipes = [_recipe_of(each) for each in heard]
+    recipes = [_recipe_of(each, in_backwards=func in one_node.WHOLE) for each in heard]
     last = recipes[-1] if recipes else None
     operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
     if last is None or None in recipes or not isinstance(out, DTensor) or not _are_plain(operands):
@@ -241,9 +240,12 @@ def _found(func: Any, args: Args, kwargs: Kwargs, heard: list[Heard], out: Any) 
     return short.Short(func, (last.results[place],), False, last.written, (), False, None)
 
 
-def _recipe_of(each: Heard) -> short.Short | None:
+def _recipe_of(each: Heard, *, in_backwards: bool) -> short.Short | None:
+    """The recipe of an op that holds wherever the function is called."""
     found = short.recipe_of(each.op, _key_of(each.op, each.args, each.kwargs)[0][1:])
-    return None if found is None or found.holds is not None else found
+    if found is None or found.holds is None:
+        return found
+    return found if in_backwards and found.holds is derived.in_a_backward else None
 
 
 def _tensors(each: Heard) -> list[Any]:
