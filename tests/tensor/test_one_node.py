@@ -171,6 +171,32 @@ def test_a_norm_of_a_pending_value_reads_its_finished_form_where_that_is_kept(ra
         assert finished == 1
 
 
+def _down_and_up():
+    """What a backward finishes for a layer's first product the second one reads, unless it is followed."""
+    mesh, draw = _mesh(), torch.Generator().manual_seed(0)
+    shapes, places = ((2, 4, 6), (8, 6), (6, 8), (8, 6)), (R(), S(0), S(1), S(0))
+    full = [
+        torch.randn(shape, generator=draw, dtype=torch.float64).mul_(0.5).requires_grad_() for shape in shapes
+    ]
+
+    def derivatives(x, up, down, again):
+        y = F.linear(F.linear(F.linear(x, up).tanh(), down), again).square().sum()
+        grads = torch.autograd.grad(y, (x, up, down, again), create_graph=True)
+        twice = torch.autograd.grad(sum(g.square().sum() for g in grads), (x, up, down, again))
+        return [y, *grads, *twice]
+
+    expected = derivatives(*full)
+    with sw.spmd(mesh):
+        for _ in range(3):  # first, met again, known
+            found = derivatives(*_placed(full, mesh, places))
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one.full_tensor(), other)
+
+
+def test_a_layer_whose_gradient_was_finished_has_second_gradients(ranks):
+    ranks(2, _down_and_up)
+
+
 def _of_rows_that_are_cut():
     """What learning runs once more it does not send once more."""
     mesh, draw = (
