@@ -122,14 +122,14 @@ class Cut:
         def end_of(x: torch.Tensor) -> torch.Tensor:
             if _node(x) is None:
                 return x
-            if id(x) not in for_it and id(x) in together and x._is_view():
-                base: Any = x._base
-                for_it[id(x)] = view_again(x, end_of(base))
+            of: Any = x._base if id(x) in together and x._is_view() else x
+            if _node(of) is not None and id(of) not in for_it:
+                ends.append(of.detach().requires_grad_())
+                for_it[id(of)] = apply(_Same, ends[-1])
+                originals[id(ends[-1])] = originals[id(for_it[id(of)])] = of
+            if id(x) not in for_it:
+                for_it[id(x)] = view_again(x, for_it.get(id(of), of))
                 originals[id(for_it[id(x)])] = x
-            elif id(x) not in for_it:
-                ends.append(x.detach().requires_grad_())
-                for_it[id(x)] = apply(_Same, ends[-1])
-                originals[id(ends[-1])] = originals[id(for_it[id(x)])] = x
             return for_it[id(x)]
 
         got = given  # the very lists, where nothing stands for what they hold

@@ -80,16 +80,15 @@ def _refuse_untouched(before: Mapping[str, tuple[int, int]], after: Mapping[str,
 
 def _as_constructed(module: nn.Module) -> Iterator[nn.Module]:
     """Children before their parent, each once: in the order in which constructors end."""
-    seen: set[nn.Module] = set()
+    return _below(module, set())
 
-    def walk(parent: nn.Module) -> Iterator[nn.Module]:
-        for child in parent.children():
-            if child not in seen:
-                seen.add(child)
-                yield from walk(child)
-        yield parent
 
-    return walk(module)
+def _below(parent: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in parent.children():
+        if child not in seen:
+            seen.add(child)
+            yield from _below(child, seen)
+    yield parent
 
 
 def _start(module: nn.Module) -> None:

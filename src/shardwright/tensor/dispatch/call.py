@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import CANNOT_VIEW, modes_on, sharding_of_users, tree_leaves, tree_map_only
+from shardwright.compat import CANNOT_VIEW, modes_on, sharding_of_users, tree_leaves, tree_map, tree_map_only
 from shardwright.remember import memo, remembered
 from shardwright.rules import registry
 from shardwright.rules.call import Args, Kwargs, Op
@@ -316,13 +316,13 @@ def _with_plain_tensors(func: Op, args: Args, kwargs: Kwargs, tensors: list[Any]
     schema = func._schema
 
     def convert(value: Any, written: bool) -> Any:
-        if isinstance(value, TorchDTensor):
-            return as_ours(value)
-        if isinstance(value, torch.Tensor):
-            return value if written else replicate_plain(value, mesh, func)
-        if isinstance(value, list | tuple):
-            return type(value)(convert(v, written) for v in value)
-        return value
+        def one(each: Any) -> Any:
+            if isinstance(each, TorchDTensor):
+                return as_ours(each)
+            is_read = isinstance(each, torch.Tensor) and not written
+            return replicate_plain(each, mesh, func) if is_read else each
+
+        return tree_map(one, value)
 
     writes = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
     names = [a.name for a in schema.arguments]

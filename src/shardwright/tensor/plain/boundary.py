@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -278,16 +279,22 @@ def _adopted(func: Any, args: Args, kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     kept = args[0] if args and writes_first(func) else None
 
     def adopt(value: Any) -> Any:
-        if type(value) is TorchDTensor and value is not kept and value.requires_grad:
-            return apply(Adopt, value)
-        if type(value) in (list, tuple):
-            return type(value)(adopt(each) for each in value)
-        return value
+        is_meant = type(value) is TorchDTensor and value is not kept and value.requires_grad
+        return apply(Adopt, value) if is_meant else value
 
     if func in AUTOGRAD or not torch.is_grad_enabled():
         return args, kwargs
-    named = {name: value if name == "out" else adopt(value) for name, value in kwargs.items()}
-    return tuple(map(adopt, args)), named
+    named = {name: value if name == "out" else _in_lists(adopt, value) for name, value in kwargs.items()}
+    return tuple(_in_lists(adopt, value) for value in args), named
+
+
+def _in_lists(function: Callable[[Any], Any], value: Any) -> Any:
+    """What a function makes of a value, or of each in a list that holds tensors."""
+    if isinstance(value, list | tuple):
+        if not any(isinstance(each, torch.Tensor | list | tuple) for each in value):
+            return value
+        return type(value)(_in_lists(function, each) for each in value)
+    return function(value)
 
 
 # Classes whose values are neither plain tensors, nor torch's own DTensors, nor lists of them, as met: asking
@@ -315,11 +322,9 @@ def _taken_as_replicated(
     def replicate(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, TorchDTensor) and wanted(value):
             return CLASSES[0].from_local(value, mesh, (Replicate(),) * mesh.ndim)
-        if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
-            return type(value)(map(replicate, value))
         return value
 
-    return with_replicated(func, args, kwargs, replicate)
+    return with_replicated(func, args, kwargs, partial(_in_lists, replicate))
 
 
 def with_replicated(
