@@ -8,7 +8,6 @@ import threading
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
@@ -17,6 +16,8 @@ from shardwright.tensor import doors
 from shardwright.tensor.dispatch import bindings, short
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.under_way import ArrivingDTensor
+
+from .hearing import Heard
 
 F = torch.nn.functional
 assert sw.DTensor  # the package opens its doors when it is first used
@@ -310,18 +311,6 @@ def test_modes_are_asked_in_python(ranks):
     assert ranks(1, _a_mode_sees) == [["aten.add.Tensor"]]
 
 
-class _Heard(TorchFunctionMode):
-    """Notes which functions it is asked about."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def _function_modes_hear():
     """What one around a block hears, and one inside of it, as known calls run in C and in Python."""
     mesh = _mesh()
@@ -334,7 +323,7 @@ def _function_modes_hear():
         return [each.full_tensor() for each in made]
 
     def heard():
-        around, within = _Heard(), _Heard()
+        around, within = Heard(), Heard()
         with around, sw.spmd(mesh):
             first = program()
         with sw.spmd(mesh), within:

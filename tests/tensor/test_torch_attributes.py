@@ -11,6 +11,7 @@ from shardwright.show.table import layout_table
 from tests.tiers import only
 
 from .cases import full, layouts_of, mesh, place
+from .hearing import Heard
 
 
 def _layout():
@@ -40,16 +41,6 @@ def test_layout_is_torchs_and_layout_of_is_ours(ranks, world):
     assert set(ranks(world, _layout)) <= {"f32[5@tp, 4]", ""}
 
 
-class _Heard(torch.overrides.TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def _gradients():
     grid = mesh()
     x = sw.distribute_tensor(full(6, 4), grid, [sw.Shard(0)] * grid.ndim).requires_grad_()
@@ -58,7 +49,7 @@ def _gradients():
     made = x.grad
     assert isinstance(made, sw.DTensor)
     assert x.grad is made
-    with _Heard() as heard:
+    with Heard() as heard:
         assert x.grad is made
         x.grad = None
     assert heard.names[0] == "__get__"
