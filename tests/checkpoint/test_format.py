@@ -53,12 +53,18 @@ def test_its_files_are_safetensors_and_say_the_same(ranks: Ranks, tmp_path: Path
 def test_large_pages_of_files_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, lengths = os.writev, list[int]()
     monkeypatch.setattr(os, "writev", lambda *given: lengths.append(write(*given)) or lengths[-1])
-    x = torch.arange(float(5 << 18)).view(-1, 64)
-    save(tmp_path / "c", x=x)
-    page = 2 << 20
-    (header,) = (file["header"] for file in manifest_of(tmp_path / "c")["files"])
-    assert [one for one in lengths if one > 1 << 16] == [page - header, page, x.nbytes - 2 * page + header]
-    assert np.array_equal(read_all(tmp_path / "c")["x"], x.numpy())
+    x, page = torch.arange(float(5 << 18)).view(-1, 64), 2 << 20
+    y, small = (
+        x[: len(x) // 2] + 1,
+        torch.arange(9.0),
+    )  # a page has the end of one and the beginning of another
+    save(tmp_path / "c", x=x, small=small, y=y)
+    (size,) = (file["size"] for file in manifest_of(tmp_path / "c")["files"])
+    assert lengths[1:5] == [page] * 3 + [
+        size - 3 * page
+    ]  # the first and the last are the journal, the manifest
+    for name, one in {"x": x, "small": small, "y": y}.items():
+        assert np.array_equal(read_all(tmp_path / "c")[name], one.numpy())
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -84,6 +85,35 @@ def test_large_tensors_take_no_memory_of_their_own(tmp_path: Path, monkeypatch: 
         load(tmp_path / "c", model)
         assert is_right(model)
         assert len(asked) == apart
+
+
+def test_neighbours_are_kept_as_one_between_large_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor alone began and ended within a large page, which then was 512 small ones."""
+    if pages._cut_short() is None or pages._mlock() is None:
+        pytest.skip("nothing is held: the extension was not built, or is turned off")
+    size, asked = 30 << 20, list[tuple[int, int]]()
+    (tmp_path / "f").touch()
+    os.truncate(tmp_path / "f", size)
+    handle = os.open(tmp_path / "f", os.O_RDONLY)
+    mapped = pages.Pages(handle, size)
+    os.close(handle)
+    start, most = mapped._data.ctypes.data, 20 << 20
+
+    def lock(address: int, nbytes: int) -> int:
+        """As of a user who may keep 20 MiB."""
+        fits = sum(n for _, n in asked) + nbytes <= most
+        asked.extend([(address - start, nbytes)] if fits else [])
+        return 0 if fits else -1
+
+    monkeypatch.setattr(pages, "_mlock", lambda: lock)
+    ends = [144, 3 << 20, 9 << 20, (17 << 20) + 5, size]
+    neighbours = list(itertools.pairwise(ends))
+    mapped.keep(reversed(neighbours))
+    assert asked == [(0, 8 << 20), (8 << 20, 8 << 20)]
+    held = [mapped.hold(low, high - low) for low, high in neighbours]
+    assert [one is not None and len(one) for one in held] == [(3 << 20) - 144, 6 << 20, False, False]
 
 
 @pytest.mark.parametrize("number", range(3))

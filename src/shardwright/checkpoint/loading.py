@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,7 @@ from shardwright.checkpoint.storage.place import Place, place_of
 from shardwright.checkpoint.storage.proof import proven
 from shardwright.checkpoint.storage.reader import Pair, Reader, Want, is_small, wants
 from shardwright.checkpoint.storage.source import Source, check_sizes
+from shardwright.checkpoint.storage.sums import sum_of
 from shardwright.checkpoint.storage.values import decode
 from shardwright.checkpoint.targets import VALUED, Targets, add_others, of_rank, prepared, tensors_of
 from shardwright.compat import DisableTorchFunctionSubclass, foreach_copy_, hooks_of_loads
@@ -67,6 +68,14 @@ def loaded(call: Call, path: Place | str, only: Only, state: Mapping[str, Any], 
     return Loading(call, path, only, in_place).run(state)
 
 
+class Told(NamedTuple):
+    """A rank's first word: the save that it sees, a digest of its `Identity`, whether it reads in place."""
+
+    save: str
+    identity: str
+    in_place: bool
+
+
 class Loading:
     """One load: opened, compared, read, and only then put in place."""
 
@@ -74,6 +83,7 @@ class Loading:
     patterns: Patterns
     manifest: Manifest
     reader: Reader
+    mine: Identity
     changing = False
 
     def __init__(self, call: Call, path: Place | str, only: Only, in_place: bool) -> None:
@@ -94,22 +104,26 @@ class Loading:
 
     def run(self, state: Mapping[str, Any]) -> Loaded:
         """All of it, on every rank at once."""
-        saves = self.agreed(f"reading {self.given}", self._open)
-        if len(set(saves)) > 1:
+        told = self.agreed(f"reading {self.given}", lambda: self._open(state))
+        if len({one.save for one in told}) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints at {self.path}: it was replaced while it was read "
                 "(load it again), or it is on a disk of one node"
             )
-        try:
-            identities = self.agreed(f"comparing the state with {self.path}", lambda: self._compare(state))
-            fitted = [one.fitted for one in identities]
-            patterns = [one.only for one in identities]
-            refuse_unfitted(
-                self.patterns, patterns, fitted, {path for one in identities for path in one.optimizers}
-            )
-            refuse_differences(self.path, self.manifest, identities, self.patterns.want)
+        identities = [self.mine]
+        if len({one.identity for one in told}) > 1:
+            identities = self.agreed(f"comparing the state with {self.path}", lambda: self.mine)
+        fitted = [one.fitted for one in identities]
+        patterns = [one.only for one in identities]
+        refuse_unfitted(
+            self.patterns, patterns, fitted, {path for one in identities for path in one.optimizers}
+        )
+        refuse_differences(self.path, self.manifest, identities, self.patterns.want)
+        apart = any(one.in_place for one in told)  # then what is read is changed, so all else is known before
+        if apart:
             self.agreed(f"comparing the optimizer with {self.path}", self._compare_others)
-            self.agreed(f"reading {self.path}", self._read)
+        try:
+            self.agreed(f"reading {self.path}", lambda: self._read(compared=apart))
             self.changing = True
             change.make(self.call, self.path, self._changes())
         finally:
@@ -132,8 +146,8 @@ class Loading:
         whole = node.kind is Kind.OPTIMIZER
         return self.patterns.want_whole(node.path) if whole else self.patterns.want(node.path)
 
-    def _open(self) -> str:
-        """Read the arguments and the manifest, and look at this rank's part of the files."""
+    def _open(self, state: Mapping[str, Any]) -> Told:
+        """Read the arguments and the manifest, and look at this rank's part of the files and at its state."""
         refuse_other_kind("in_place", self.in_place, bool, CheckpointError, fix="give True or False")
         self.path = place_of(self.given)
         self.manifest = proven(self.path)
@@ -146,7 +160,9 @@ class Loading:
             self.reader.check_headers(mine)
         finally:
             self.reader.close()
-        return self.manifest.id
+        self.mine = self._compare(state)
+        # Most often all ranks have the same, and their number of descriptions of it would be sent to each.
+        return Told(self.manifest.id, sum_of(repr(self.mine).encode()), self.in_place)
 
     def _compare(self, state: Mapping[str, Any]) -> Identity:
         """Find where the tensors of modules go; what this rank has."""
@@ -173,8 +189,10 @@ class Loading:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path} is not of this state: {error}") from None
 
-    def _read(self) -> None:
+    def _read(self, *, compared: bool) -> None:
         """Read everything and make all values; nothing of the state is changed but with `in_place`."""
+        if not compared:
+            self._compare_others()
         wanted: list[Want] = []
         detours: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, tensor in self.targets.fresh.items():
@@ -237,6 +255,7 @@ class Loading:
         """
         wanted: list[Want] = []
         small: list[Want] = []
+        large: list[tuple[str, torch.Tensor, torch.Tensor, list[Want]]] = []
         apart: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name, tensor in self.targets.live.items():
             local = local_of(tensor)
@@ -248,8 +267,10 @@ class Loading:
                 wanted += own
             elif all(map(is_small, own)):
                 small += own
-            elif not self._hold(own):
-                apart.append((name, tensor, local))
+            else:
+                large.append((name, tensor, local, own))
+        self.reader.keep(want for *_, own in large for want in own)
+        apart += [(name, tensor, local) for name, tensor, local, own in large if not self._hold(own)]
         self.small = list(self.reader.read_apart(small))
         arena = Arena(sum(room_for(local.nbytes) for _, _, local in apart))
         for name, tensor, local in apart:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from shardwright.checkpoint.storage.extension import extension
 from shardwright.remember import remembered
+
+_AT_ONCE = 8 << 20  # bytes, a few large pages: a user who may keep little keeps some of it
 
 
 class Pages:
@@ -27,21 +29,43 @@ class Pages:
         if hasattr(mmap, "MADV_SEQUENTIAL"):
             file.madvise(mmap.MADV_SEQUENTIAL)  # what is not in memory comes in large reads
         self._data = np.frombuffer(file, dtype=np.uint8)
+        self._kept: list[tuple[int, int]] = []
 
-    def hold(self, at: int, nbytes: int) -> memoryview | None:
-        """These bytes, all in memory and kept there; None: the system does not keep so much for us.
+    def keep(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Have the bytes of these ranges in memory, and kept there, as far as the system does that for us.
 
         It may not read them, too: whoever then reads in the usual way hears why. So what is held does not
         ask the disk for anything, and only a file that is cut short takes it away (`unless_cut_short`).
+        Neighbours are one range, cut between large pages: one that begins or ends within a large page would
+        have this taken for 512 small ones.
         """
-        lock = _mlock()
+        lock, address = _mlock(), self._data.ctypes.data
         if lock is None or _cut_short() is None:
-            return None
-        address: int = self._data.ctypes.data
-        first = at // mmap.PAGESIZE * mmap.PAGESIZE
-        if lock(address + first, at + nbytes - first):
+            return
+        for low, high in _joined(ranges):
+            self._kept.append((low, low))
+            for at in (low, *range((low // _AT_ONCE + 1) * _AT_ONCE, high, _AT_ONCE)):
+                first, last = at // mmap.PAGESIZE * mmap.PAGESIZE, min((at // _AT_ONCE + 1) * _AT_ONCE, high)
+                if lock(address + first, last - first):
+                    return
+                self._kept[-1] = low, last
+
+    def hold(self, at: int, nbytes: int) -> memoryview | None:
+        """These bytes, all in memory and kept there; None: they are not."""
+        if not any(low <= at and at + nbytes <= high for low, high in self._kept):
             return None
         return self._data[at : at + nbytes].data
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that follow one another as one, in order."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(high, found[-1][1])
+        else:
+            found.append((low, high))
+    return found
 
 
 @contextlib.contextmanager

@@ -147,17 +147,36 @@ class Reader:
         flat = block.view(DTYPES[run[0].dtype]).split([view.numel() for view in views])
         return views, [one.view(view.shape) for one, view in zip(flat, views, strict=True)]
 
-    def hold(self, want: Want) -> memoryview | None:
-        """The bytes of a want, checked and kept in memory by the system as long as they are used.
+    def keep(self, wanted: Iterable[Want]) -> None:
+        """Have the system keep in memory what `hold` will be asked for.
 
-        None: they do not lie in one piece, are few, or the system does not keep them; read them then.
-        Raises: CheckpointError: as `read`.
+        Raises: CheckpointError: a file is missing, or has another size.
         """
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for want in wanted:
+            if piece := self._piece(want):
+                low, high = self._whole_chunks(want, *piece)
+                ranges.setdefault(want.part.file, []).append((want.part.at + low, want.part.at + high))
+        for number, found in ranges.items():
+            self._handle(number).keep(found)
+
+    def _piece(self, want: Want) -> tuple[int, int] | None:
+        """Which bytes of its part a want is; None: they do not lie in one piece, or are few."""
         start, span, run = _extent(want.part.size, want.low, tuple(want.view.shape))
         if span != run or want.view.nbytes <= _SMALL or not _direct(want):
             return None
         low = start * ITEMSIZES[want.dtype]
-        high = low + want.view.nbytes
+        return low, low + want.view.nbytes
+
+    def hold(self, want: Want) -> memoryview | None:
+        """The bytes of a want, checked; in memory as long as they are used.
+
+        None: they are not kept there (see `keep`); read them then. Raises: CheckpointError: as `read`.
+        """
+        piece = self._piece(want)
+        if piece is None:
+            return None
+        low, high = piece
         first, last = self._whole_chunks(want, low, high)
         held = self._handle(want.part.file).hold(want.part.at + first, last - first)
         if held is None:

@@ -101,20 +101,48 @@ def write_file(store: Store, name: str, entries: Sequence[Entry], metadata: dict
     try:
         file = store.create(name)
         try:
-            file.write([memoryview(header)])
-            boxes, size = _write_entries(file, entries, len(header))
+            steps = _Steps(file)
+            steps.append(memoryview(header))
+            boxes = _write_entries(steps, entries)
+            steps.write()
         except BaseException:
             file.give_up()
             raise
         file.finish()
     except OSError as error:
         raise CheckpointError(f"{store.place / name} cannot be written: {reason_of(error)}") from None
-    return Written(name, size, len(header), sum_of(header), boxes)
+    return Written(name, steps.at, len(header), sum_of(header), boxes)
 
 
-def _write_entries(
-    file: NewFile, entries: Sequence[Entry], at: int
-) -> tuple[list[tuple[str, Cell, int, str]], int]:
+class _Steps:
+    """What is appended to a file, written in steps that end where a large page of the file does.
+
+    What is written at once the system can cache as one page, and a load that maps it then has one entry of
+    the page table to make in place of 512. `at` is where the next byte will stand.
+    """
+
+    def __init__(self, file: NewFile) -> None:
+        self._file, self.at = file, 0
+        self._waiting: list[memoryview] = []  # at most a step; none is of less than a block or `_SMALL`
+
+    def append(self, data: memoryview, sums: Sums | None = None) -> None:
+        """Append, and checksum while it is in the cache."""
+        while data:
+            step = data[: _STEP - self.at % _STEP]
+            if sums is not None:
+                sums.feed(step)
+            self._waiting.append(step)
+            data, self.at = data[len(step) :], self.at + len(step)
+            if not self.at % _STEP:
+                self.write()
+
+    def write(self) -> None:
+        """Write what waits."""
+        waiting, self._waiting = self._waiting, []
+        self._file.write(waiting)
+
+
+def _write_entries(file: _Steps, entries: Sequence[Entry]) -> list[tuple[str, Cell, int, str]]:
     boxes: list[tuple[str, Cell, int, str]] = []
     small: list[tuple[Entry, torch.Tensor]] = []
     waiting = 0
@@ -125,48 +153,34 @@ def _write_entries(
             waiting += nbytes
             if waiting <= _BLOCK:
                 continue
-        at = _write_small(file, small, at, boxes)
+        _write_small(file, small, boxes)
         small, waiting = [], 0
         if nbytes > _SMALL:
-            boxes.append((entry.key, entry.cell, at, _stream(file, entry.view, at)))
-            at += nbytes
-    return boxes, _write_small(file, small, at, boxes)
+            at, sums = file.at, Sums()
+            for block in blocks(entry.view):
+                file.append(block, sums)
+            boxes.append((entry.key, entry.cell, at, sums.text))
+    _write_small(file, small, boxes)
+    return boxes
 
 
 def _write_small(
-    file: NewFile, small: list[tuple[Entry, torch.Tensor]], at: int, boxes: list[tuple[str, Cell, int, str]]
-) -> int:
-    """Write neighbours with one call; where the next one begins."""
+    file: _Steps, small: list[tuple[Entry, torch.Tensor]], boxes: list[tuple[str, Cell, int, str]]
+) -> None:
+    """Append neighbours as one piece."""
     data = _bytes_of_all([view for _, view in small])
     low = 0
     for entry, view in small:
         high = low + view.nbytes
-        boxes.append((entry.key, entry.cell, at + low, sum_of(data[low:high])))
+        boxes.append((entry.key, entry.cell, file.at + low, sum_of(data[low:high])))
         low = high
-    file.write([data])
-    return at + low
+    file.append(data)
 
 
 def _bytes_of_all(views: Sequence[torch.Tensor]) -> memoryview:
     """The bytes of small tensors, one after another, in new memory."""
     flat = [as_bytes(in_order(view.detach().cpu().resolve_conj().resolve_neg())) for view in views]
     return torch.cat(flat).numpy().data if flat else memoryview(b"")
-
-
-def _stream(file: NewFile, view: torch.Tensor, at: int) -> str:
-    """Write a large box from byte `at` of the file on in steps, and checksum each while it is in the cache.
-
-    A step ends where a large page of the file does. What is written at once the system can cache as one
-    page, and a load that maps it then has one entry of the page table to make in place of 512.
-    """
-    sums = Sums()
-    for block in blocks(view):
-        while block:
-            step = block[: _STEP - at % _STEP]
-            sums.feed(step)
-            file.write([step])
-            block, at = block[len(step) :], at + len(step)  # noqa: PLW2901  what is left
-    return sums.text
 
 
 def blocks(view: torch.Tensor, most: int = _COPIED) -> Iterator[memoryview]:

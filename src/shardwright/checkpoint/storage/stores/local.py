@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shardwright.checkpoint.storage import disk
@@ -29,14 +29,15 @@ class LocalFile:
         """As `OpenFile` says."""
         disk.read_into(self._handle, pieces, at)
 
+    def keep(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """As `OpenFile` says."""
+        with contextlib.suppress(OSError, ValueError):
+            self._pages = Pages(self._handle, self.size)
+            self._pages.keep(ranges)
+
     def hold(self, at: int, nbytes: int) -> memoryview | None:
         """As `OpenFile` says."""
-        if self._pages is None:
-            try:
-                self._pages = Pages(self._handle, self.size)
-            except (OSError, ValueError):
-                return None
-        return self._pages.hold(at, nbytes)
+        return None if self._pages is None else self._pages.hold(at, nbytes)
 
     def is_whole(self) -> bool:
         """As `OpenFile` says."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shardwright.errors import words_of
@@ -47,6 +47,9 @@ class ObjectFile:
                 if len(data) != stop - start:
                     raise EOFError(f"the file ends before byte {start + len(data)}")
                 into.take(memoryview(data))
+
+    def keep(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """As `OpenFile` says: nothing."""
 
     def hold(self, at: int, nbytes: int) -> None:
         """As `OpenFile` says: nothing."""

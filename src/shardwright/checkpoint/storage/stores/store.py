@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from shardwright.checkpoint.storage.place import Place
@@ -20,8 +20,11 @@ class OpenFile(Protocol):
     def read_into(self, pieces: Sequence[memoryview], at: int) -> None:
         """Fill the pieces (at most 1,024) with what stands from byte `at` on. Raises: EOFError: it ends."""
 
+    def keep(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Have the bytes [low, high) of these ranges kept in memory, as far as the place can do that."""
+
     def hold(self, at: int, nbytes: int) -> memoryview | None:
-        """These bytes, in memory and kept there as long as they are used; None: the place cannot do that.
+        """These bytes, if they are `keep`ed in memory, which they are as long as they are used; else None.
 
         A file that somebody cuts short takes them away: see `is_whole`.
         """
