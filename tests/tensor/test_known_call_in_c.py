@@ -435,6 +435,31 @@ def test_views_of_ordinary_tensors_are_ordinary_in_inference_mode(ranks):
     assert ranks(1, _in_inference) == [[(False, True, True)] * 3]
 
 
+def _after_inference(x):
+    """Of views of a tensor of inference mode, taken when it is over: are they, and how is a write refused?"""
+    with torch.inference_mode():
+        y = x + x
+    views = (y.t(), y[0], y[1:3, ::2], y.view(-1), y.diagonal(), y.unfold(0, 2, 1), *y.split(2), *y)
+    told = []
+    for view in views:
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor") as error:
+            view.add_(1)
+        told.append(str(error.value))
+    return [(view.is_inference(), view.requires_grad) for view in views], told
+
+
+def _views_after_inference():
+    x, *_ = _operands(_mesh())
+    plain = torch.ones(8, 6)
+    for _ in range(3):
+        x.t(), x.view(-1), x[0]
+        assert _after_inference(x) == _after_inference(plain)
+
+
+def test_views_of_tensors_of_inference_mode_are_too_when_it_is_over(ranks):
+    ranks(1, _views_after_inference)
+
+
 def _shares_memory():
     """Written and read at once: refused, or copied first, as on one device."""
     mesh = _mesh()

@@ -713,6 +713,10 @@ static enum Found run_writing(
 /* Where the results begin on one device; UNKNOWN: Python must say. */
 static enum Found begin_of_operand(Door *door, Call *call, PyObject *recipe, Py_ssize_t *base) {
     int off = is_off(door->held[INFERENCE]);
+    if (off > 0) { /* what views a tensor of inference mode is one */
+        int lasting = says(call->operand.at[0], str_is_inference);
+        off = lasting < 0 ? -1 : !lasting;
+    }
     if (off <= 0) {
         return off < 0 ? FAILED : UNKNOWN;
     }

@@ -64,26 +64,22 @@ def begins_there(func: Op) -> bool | None:
 def as_on_one_device(route: Call, there: bool, func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The views, each at the storage offset that it has on one device; `there`: `begins_there`.
 
-    Ordinary tensors where their base is one: torch asks that in inference mode too. What may be a view or a
-    copy (`to`, `reshape`) consists of ops that are one or the other.
+    Of inference mode where their base is, ordinary where it is not, whatever the mode is now. What may be a
+    view or a copy (`to`, `reshape`) consists of ops that are one or the other.
     """
     base = args[0]
-    if torch.is_inference_mode_enabled() and _is_ordinary_view(func, base):
-        with torch.inference_mode(False), torch.no_grad():
+    with DisableTorchFunctionSubclass():
+        begin, lasting = base.storage_offset(), base.is_inference()
+    if torch.is_inference_mode_enabled() != lasting and is_view(func) and not is_composite(func):
+        with torch.inference_mode(lasting), torch.no_grad():
             return as_on_one_device(route, there, func, args, kwargs)
     out = route(func, args, kwargs)
-    with DisableTorchFunctionSubclass():
-        begin = base.storage_offset()
     if there:
         return out if not begin else _placed(out, begin, base)
     begins = _of_numbers(func, base._spec, begin, args[1:], kwargs)
     if isinstance(out, list | tuple):
         return type(out)(_placed(x, at, base) for x, at in zip(out, begins, strict=True))
     return _placed(out, begins[0], base)
-
-
-def _is_ordinary_view(func: Op, base: torch.Tensor) -> bool:
-    return is_view(func) and not is_composite(func) and not base.is_inference()
 
 
 def from_the_start(func: Op, args: Args, kwargs: Kwargs) -> tuple[int, ...] | None:
