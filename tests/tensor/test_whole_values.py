@@ -127,6 +127,10 @@ def _the_host_reads():
         torch.testing.assert_close(whole(g), w)
     with sw.explicit(), pytest.raises(ImplicitRedistributionError):
         placed(x).tolist()
+    for y in (x, x.long(), x > 3, x.to(torch.complex64)):
+        d = placed(y)  # read by torch's C, which has turned dispatch to Python off
+        for make in (torch.tensor, torch.as_tensor, torch.asarray, y.new_tensor):
+            torch.testing.assert_close(make([d.sum(), [*d[1]][-1]]), make([y.sum(), y[1, -1]]))
 
 
 def test_the_host_reads_the_finished_value(ranks):

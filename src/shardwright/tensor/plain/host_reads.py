@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat import pack_padded_rows, pad_packed_rows
+from shardwright.compat import DispatchKey, pack_padded_rows, pad_packed_rows
 from shardwright.rules.call import Args
+from shardwright.tensor.dispatch.kernels import with_keys
 from shardwright.tensor.move import announce
 from shardwright.tensor.wrap import as_ours, as_replicated
 
@@ -76,7 +77,14 @@ def exported(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     return func(_finished(args[0]), *args[1:], **kwargs)
 
 
-OWN: dict[Any, Any] = {torch.Tensor.apply_: applied, torch.Tensor.__dlpack__: exported}
+def number(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+    """`float(x)` and its like: `torch.tensor([x])` asks for one with dispatch to Python turned off."""
+    return with_keys((DispatchKey.Python,), func, args, kwargs)
+
+
+OWN: dict[Any, Any] = {torch.Tensor.apply_: applied, torch.Tensor.__dlpack__: exported} | dict.fromkeys(
+    (getattr(torch.Tensor, f"__{kind}__") for kind in ("bool", "int", "index", "float", "complex")), number
+)
 
 
 def _of_no_graph(value: Any) -> Any:
