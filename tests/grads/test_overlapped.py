@@ -438,3 +438,50 @@ def _nested():
 def test_a_block_in_another_one_is_refused_and_no_hook_stays(ranks):
     """The inner one had ended what the outer one listens to, in an AttributeError at its end."""
     ranks(2, _nested)
+
+
+def _kept_by_the_program():
+    """What is left of one step's gradients in the next steps, and which steps have the memory of the last."""
+    mesh = rank_mesh((2,), ("dp",))
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, WIDTH, bias=False)
+    model = parallelize_replicate(copy.deepcopy(plain), mesh)
+    synchronizer = GradientSynchronizer(model)
+    kinds = (
+        lambda gradient: gradient,
+        lambda gradient: gradient.to_local()[1:],
+        lambda gradient: gradient.to_local().numpy(),
+        lambda gradient: gradient.to_local().untyped_storage(),
+        lambda _: None,
+        lambda _: None,
+    )
+    kept, places = [], []
+    for number, keep in enumerate(kinds):
+        x = _batch(number).float()
+        plain.zero_grad()
+        plain(x).square().sum().backward()
+        model.zero_grad()
+        with synchronizer.overlapped():
+            _backward_of(model, x.chunk(2)[torch.distributed.get_rank()])
+        gradient = model.weight.grad
+        places.append(gradient.to_local().data_ptr())
+        kept.append((keep(gradient), plain.weight.grad.clone()))
+        del gradient
+    whole, part, array, storage = (each for each, _ in kept[:4])
+    wanted = [gradient for _, gradient in kept]
+    torch.testing.assert_close(whole.to_local(), wanted[0])
+    torch.testing.assert_close(part, wanted[1][1:])
+    torch.testing.assert_close(torch.from_numpy(array), wanted[2])
+    held = torch.empty(0).set_(storage, 0, (WIDTH, WIDTH))
+    torch.testing.assert_close(held, wanted[3])
+    assert len(set(places[:5])) == 5
+    assert places[5] == places[4]
+
+
+def _backward_of(model, rows):
+    model(rows).square().sum().backward()
+
+
+def test_gradients_that_the_program_keeps_are_not_written_by_later_steps(ranks):
+    """The memory of a bucket is the next one's, once nobody holds a part of it."""
+    ranks(2, _kept_by_the_program)

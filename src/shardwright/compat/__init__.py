@@ -476,6 +476,17 @@ def is_held_elsewhere(gradient: torch.Tensor, *, in_a_hook: bool = False) -> boo
     return bool(gradient._use_count() > 1 + in_a_hook)  # type: ignore[attr-defined]
 
 
+def is_memory_shared(x: torch.Tensor) -> bool:
+    """Does anything but this tensor hold its memory: a view of it, an array, the storage itself?"""
+    return _holders(x) != _holders(torch.empty(0))
+
+
+def _holders(x: torch.Tensor) -> tuple[int, int]:
+    """Of its storage, in C and in Python; how many those of torch itself are depends on its release."""
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
 def level_of_batches() -> int:
     """The batch that is innermost where `is_grads_batched` runs a backward."""
     level: int = torch._C._vmapmode_increment_nesting()

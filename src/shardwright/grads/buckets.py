@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -48,9 +47,9 @@ class Summed(Entry):
             return None
         with DisableTorchFunctionSubclass():
             gradient = read_gradient(self.parameter)
-        if gradient is None or getattr(gradient, "_spec", None) is not self.usual:
+        if not isinstance(gradient, TorchDTensor) or gradient._spec is not self.usual:
             return None
-        return as_ours(cast("TorchDTensor", gradient))._local_tensor
+        return gradient._local_tensor
 
 
 @dataclass
@@ -63,6 +62,7 @@ class Bucket:
     sent; so it waits for the end of the backward.
     asks: it is the last of its ranks: the end of its tail says what this rank has of these, which nobody
     sums.
+    memory: of the last message, whose views were gradients; the next one's, if none of them is left.
     """
 
     kind: Kind
@@ -71,6 +71,7 @@ class Bucket:
     nbytes: int = 0
     tells: list[Summed] | None = None
     asks: Crowd | None = None
+    memory: Tensor | None = None
 
     def add(self, entry: Summed) -> int:
         """Put a parameter at the end. Returns: its place."""

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over, start_sum
 from shardwright.comm.told import told
-from shardwright.compat import axis_names
+from shardwright.compat import DisableTorchFunctionSubclass, axis_names, is_memory_shared, modes_on
 from shardwright.compat.fully_shard import managing_unit
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
@@ -31,7 +31,7 @@ from shardwright.grads.buckets import Bucket, Kind, Plan, Summed
 from shardwright.grads.other_layouts import home_on_shared_axes
 from shardwright.grads.parameters import name_list
 from shardwright.grads.state import GradientState
-from shardwright.tensor.autograd import TAKEN, GradientIsTaken
+from shardwright.tensor.autograd import taken_at_once
 
 _REASON = "sum gradients"
 _FLAGS = 3  # that are told of each parameter
@@ -74,7 +74,11 @@ class _Filled:
     def _empty(self) -> list[Tensor]:
         bucket = self.bucket
         tail = _FLAGS * len(bucket.tells or ()) + (NUMBERS if bucket.asks is not None else 0)
-        whole = torch.empty(sum(bucket.sizes) + tail, dtype=bucket.kind.dtype, device=bucket.kind.device)
+        whole = None if modes_on() else bucket.memory  # what a mode records is for every step
+        if whole is None or is_memory_shared(whole):
+            size = sum(bucket.sizes) + tail
+            whole = torch.empty(size, dtype=bucket.kind.dtype, device=bucket.kind.device)
+            bucket.memory = None if modes_on() else whole
         return [whole, *self.shaped(whole), whole[whole.numel() - tail :]]
 
     def shaped(self, whole: Tensor) -> list[Tensor]:
@@ -103,14 +107,17 @@ class OverlappedSum:
     def listen(self) -> Callable[[], None]:
         """Take each gradient as it becomes complete. Returns: what ends that."""
         leaves = [entry.parameter for bucket in self._plan.buckets for entry in bucket.members]
-        if any(hasattr(leaf, TAKEN) for leaf in leaves):
+        ids = set(map(id, leaves))
+        if not taken_at_once.isdisjoint(ids):
             raise ParallelError("a block of `overlapped()` stands in another one of the same parameters")
-        hooks = [leaf.register_post_accumulate_grad_hook(self._completed) for leaf in leaves]
-        handles = [*hooks, *map(GradientIsTaken, leaves)]
+        with DisableTorchFunctionSubclass():  # each would go through Python twice
+            hooks = [leaf.register_post_accumulate_grad_hook(self._completed) for leaf in leaves]
+        taken_at_once.update(ids)
 
         def stop() -> None:
-            for handle in handles:
-                handle.remove()
+            taken_at_once.difference_update(ids)
+            for hook in hooks:
+                hook.remove()
 
         return stop
 
@@ -121,7 +128,8 @@ class OverlappedSum:
             self._keep(filled.bucket.kind, filled.bucket.members[at])
             return
         self._take(filled, at)
-        self._send()
+        if len(filled.there) == len(filled.bucket.members):
+            self._send()
 
     def _keep(self, kind: Kind, entry: Summed) -> None:
         """Keep a term that came after the first; what is no term has been added to its kin by torch."""

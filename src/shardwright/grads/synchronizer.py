@@ -95,6 +95,7 @@ class GradientSynchronizer:
         Cost: 2(n-1)/n of the bytes of these gradients and three numbers for each, sent while the backward
             computes. For those that are complete on each rank (sharded units, spread experts) 128 numbers in
             the last of these messages, if it goes to the same ranks; for all others that of `synchronize`.
+            The memory of the messages, as large as these gradients, is kept for the next step.
         """
         distributed = self._distributed()
         if self._plan is None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import (
     batch_of_gradients,
+    compiler_names,
     is_batch_of_gradients,
     is_held_elsewhere,
     level_of_batches,
@@ -24,7 +25,7 @@ from shardwright.remember import remembered
 from shardwright.tensor.between import acceptable_between
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.graph_spec import GraphSpec
-from shardwright.tensor.local_use import gradient_inside, kept_spec, of_this_rank, restored
+from shardwright.tensor.local_use import gradient_inside, kept_of, of_this_rank, restored
 from shardwright.tensor.move import move_asked, move_to_spec
 from shardwright.tensor.spec import Spec, Token, finished, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, hand_out, hold_outside, up_to_date, wrap
@@ -50,9 +51,11 @@ def apply(function: Any, *args: Any) -> DTensor:
     Past the part in Python, which is as long as all the rest: it looks for a `setup_context`, which functions
     for DTensors do not have, and into plain arguments for what a transform has left (`unwrap_if_dead`).
     """
-    if transforms_on() or torch.compiler.is_compiling():
-        return cast("DTensor", function.apply(*args))
-    return cast("DTensor", super(torch.autograd.Function, function).apply(*args))
+    if transforms_on() or compiler_names["_is_compiling_flag"] or torch.compiler.is_dynamo_compiling():
+        out: DTensor = function.apply(*args)
+    else:
+        out = super(torch.autograd.Function, function).apply(*args)
+    return out
 
 
 def differentiated(grad: torch.Tensor) -> bool:
@@ -260,7 +263,7 @@ class Localize(torch.autograd.Function):
         ctx.version = x._version if ctx.needs_input_grad[0] else None
         ctx.set_materialize_grads(False)
         local = x._local_tensor.view_as(x._local_tensor)
-        inner = kept_spec(x._spec)
+        inner = kept_of(x._spec.token)
         return local if inner is None else wrap(local, inner)
 
     @staticmethod
@@ -272,7 +275,7 @@ class Localize(torch.autograd.Function):
             raise RuntimeError(
                 f"a parameter {tuple(leaf.shape)} of this graph has been modified by an inplace operation"
             )
-        inner = gradient_inside(ctx.spec)
+        inner = gradient_inside(ctx.spec.token)
         if inner is None and isinstance(grad, TorchDTensor):  # of what counted as replicated on other axes
             seen = as_ours(grad)._spec.layout
             own = of_this_rank(ctx.spec, seen, grad.device_mesh)
@@ -287,7 +290,7 @@ class Localize(torch.autograd.Function):
         local, spec = restored(ctx.spec, grad)
         if leaf is not None and leaf.grad is not None:
             keep_pending(leaf, spec.layout)
-        elif leaf is None or not hasattr(leaf, TAKEN):
+        elif id(leaf) not in taken_at_once:
             local = _own_copy(local, leaf)
         return wrap(local, spec)
 
@@ -301,20 +304,8 @@ def _leaf(ctx: Any) -> Any:
     return getattr(into, "variable", None)
 
 
-TAKEN = "_gradient_is_taken"
-
-
-class GradientIsTaken:
-    """Until `remove()`, who listens for the gradient of a leaf takes it at once, and never writes into it."""
-
-    def __init__(self, leaf: torch.Tensor) -> None:
-        self._leaf = leaf
-        setattr(leaf, TAKEN, True)
-
-    def remove(self) -> None:
-        """As that of a hook: where a conversion in the forward (`self.gate.to(dtype)`) took it, nothing."""
-        if hasattr(self._leaf, TAKEN):
-            delattr(self._leaf, TAKEN)
+# The ids of leaves, which their listener holds, whose gradients it takes at once and never writes into.
+taken_at_once: set[int] = set()
 
 
 def _brought_to(inner: Spec, grad: DTensor) -> DTensor:
@@ -339,7 +330,7 @@ class RestoreAxes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, spec: Spec) -> torch.Tensor:
-        ctx.inner = kept_spec(spec)
+        ctx.inner = kept_of(spec.token)
         ctx.set_materialize_grads(False)
         local, restored_spec = restored(spec, grad.detach())
         ctx.layout = restored_spec.layout
