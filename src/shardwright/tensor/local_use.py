@@ -21,12 +21,12 @@ from shardwright.tensor.wrap import as_ours
 
 def kept_spec(spec: Spec) -> Spec | None:
     """The spec that the computation sees: on the axes that are not localized; None when there are none."""
-    return _kept_spec(spec.token)
+    return kept_of(spec.token)
 
 
 @remembered(65536)
-def _kept_spec(token: Token) -> Spec | None:
-    """By the token: every parameter asks in every forward and every backward."""
+def kept_of(token: Token) -> Spec | None:
+    """`kept_spec`, by the token: every parameter asks in every forward and every backward."""
     spec = token.spec
     use = _use(spec)
     names = axis_names(spec.mesh)
@@ -52,17 +52,13 @@ def _without_axes(layout: Layout, gone: tuple[str, ...], kept: tuple[str, ...], 
     return Layout(mesh, placements, tuple(shape), dtype=layout.dtype, order=order)
 
 
-def gradient_inside(spec: Spec) -> Spec | None:
+@remembered(65536)
+def gradient_inside(token: Token) -> Spec | None:
     """Where the gradient of what the computation sees (`kept_spec`) is to be, before it is the parameter's.
 
     It follows from the parameter alone. Where its terms are added up later, it stays a term.
     """
-    return _gradient_inside(spec.token)
-
-
-@remembered(65536)
-def _gradient_inside(token: Token) -> Spec | None:
-    inner = _kept_spec(token)
+    inner = kept_of(token)
     if inner is None:
         return None
     layout = finished(inner.layout)

@@ -114,12 +114,14 @@ def wrap(local: torch.Tensor, spec: Spec, *, requires_grad: bool = False, offset
         local tensor's, which is another one on every rank, for what its own code asks of memory.
     """
     cls = CLASSES[spec.use is not None]
+    made: DTensor
     if local.storage_offset() == offset:
-        return cast("DTensor", cls.__new__(cls, local, spec, requires_grad=requires_grad))
+        made = cls.__new__(cls, local, spec, requires_grad=requires_grad)
+        return made
     empty = _empty_at(offset, local.dtype, local.device, local.is_conj(), local.is_neg())
     made = cls.__new__(cls, empty, spec, requires_grad=requires_grad)
     made._local_tensor = local
-    return cast("DTensor", made)
+    return made
 
 
 @remembered(4096)
@@ -142,7 +144,7 @@ def offset_of(x: torch.Tensor) -> int:
 def as_ours(x: TorchDTensor) -> DTensor:
     """torch's own DTensor as ours: the same local tensor, no communication, no autograd."""
     if isinstance(x, CLASSES[0]):
-        return cast("DTensor", x)
+        return x  # type: ignore[no-any-return]
     spec = x._spec
     if torch.compiler.is_compiling() and has_symbols(x.shape):
         meta = TensorMeta(torch.Size(hints(x.shape)), hints(x.stride()), x.dtype)

@@ -966,13 +966,22 @@ static PyObject *dispatch(PyObject *self, PyObject *const *args, size_t flags, P
 
 /* --------------------------------------------------------------------------------------------- boundary */
 
+/* Is an object in a tuple, itself? Classes of tensors are equal to torch's by `==`, which is a call of Python. */
+static int is_one_of(PyObject *several, PyObject *object) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(several); i++) {
+        if (PyTuple_GET_ITEM(several, i) == object) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 /* Is a value on the mesh of those before it, as far as the door asks? The first one says which: `mesh` is only
  * compared, and whoever holds the value holds it. -1: error. */
 static int is_on_mesh(Door *door, PyObject *value, PyObject **mesh) {
     PyObject *classes = door->held[OF_ONE_MESH], *type = (PyObject *)Py_TYPE(value);
-    int asked = PySequence_Contains(classes, type);
-    if (asked <= 0) { /* a subclass, such as of parts that are under way, is for Python */
-        return asked < 0 ? -1 : !PyType_IsSubtype((PyTypeObject *)type, (PyTypeObject *)PyTuple_GET_ITEM(classes, 0));
+    if (!is_one_of(classes, type)) { /* a subclass, such as of parts that are under way, is for Python */
+        return !PyType_IsSubtype((PyTypeObject *)type, (PyTypeObject *)PyTuple_GET_ITEM(classes, 0));
     }
     PyObject *spec = *(PyObject **)((char *)value + door->spec_at);
     PyObject *own = spec == NULL ? NULL : PyObject_GetAttr(spec, str_mesh);
@@ -1050,7 +1059,7 @@ static int looks(Door *door, PyObject *func, PyObject *args, PyObject *kwargs) {
     if (kwargs != NULL || PyTuple_GET_SIZE(args) != 1) {
         return 0;
     }
-    int yes = PySequence_Contains(door->held[OURS], (PyObject *)Py_TYPE(PyTuple_GET_ITEM(args, 0)));
+    int yes = is_one_of(door->held[OURS], (PyObject *)Py_TYPE(PyTuple_GET_ITEM(args, 0)));
     if (yes > 0) {
         yes = PySet_Contains(door->held[LOOKS], func);
     }
@@ -1599,8 +1608,8 @@ static int boundary_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_TypeError, "of_one_mesh is a tuple of classes, the base of all first");
         return -1;
     }
-    if (!PyTuple_Check(door->held[QUIET]) || !PyDict_Check(door->held[FORWARD])) {
-        PyErr_SetString(PyExc_TypeError, "quiet is a tuple of functions, forward a dict of names");
+    if (!PyTuple_Check(door->held[QUIET]) || !PyTuple_Check(door->held[OURS]) || !PyDict_Check(door->held[FORWARD])) {
+        PyErr_SetString(PyExc_TypeError, "quiet and ours are tuples of functions and classes, forward a dict of names");
         return -1;
     }
     Py_XSETREF(door->held[INNER], PyCFunction_New(&whole_method, self));
