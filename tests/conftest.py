@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import forks
+
 if TYPE_CHECKING:
     from shardwright.testing.pool import RankPool
 
@@ -89,11 +91,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     from shardwright.testing.pool import RankPool
     from shardwright.testing.rank_device import device_of_ranks
+    from tests.shared_pool import SharedPool
 
     _collect_garbage_of_tests_only()
     costly = [name for collected, names in _COSTLY.items() if collected in sys.modules for name in names]
-    on_gpu = () if device_of_ranks() == "cpu" else ("tests.on_gpu",)
-    pool = session.config.stash[_POOL] = RankPool(preload=(*on_gpu, *_PRELOAD, *costly))
+    preload = (*_PRELOAD, *costly)
+    if device_of_ranks() == "cpu":
+        forks.want(preload)
+        pool = SharedPool()
+    else:
+        pool = RankPool(preload=("tests.on_gpu", *preload))
+    session.config.stash[_POOL] = pool
     if any("rank_pool" in getattr(item, "fixturenames", ()) for item in session.items):
         pool.start()
 
@@ -110,6 +118,8 @@ def _collect_garbage_of_tests_only() -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _POOL in config.stash:
         config.stash[_POOL].close()
+    if not _hands_out(config):
+        forks.end()
 
 
 @pytest.fixture(scope="session")

@@ -7,17 +7,17 @@ arguments, environment and output as that program would, and ends as Python ends
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import runpy
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
 
-_IMPORTED = ["torch", "torch.distributed.tensor"]
+from tests import forks
 
 
 class Program:
@@ -30,52 +30,45 @@ class Program:
     """
 
     def __init__(self, source: str | Path, *words: str, environment: Mapping[str, str] = os.environ) -> None:
+        sys.audit("os.fork")  # which another process does
         self._folder = tempfile.TemporaryDirectory(prefix="shardwright-program-")
         self._said = [Path(self._folder.name) / name for name in ("out", "errors")]
         given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
-        _begin_with_one_thread()
-        self._process = context.Process(target=_live, args=(source, words, given, self._said))
-        self._process.start()
+        self._wire = Connection(forks.connected("programs").detach())
+        self._wire.send((_live, (source, words, given, self._said, Path.cwd(), sys.path)))
+        self._pid = self._wire.recv()
 
     def end(self, timeout: float = 120) -> CompletedProcess[str]:
         """How it ended, and what it said. Raises: TimeoutError: it has not ended in time, and is killed."""
-        self._process.join(timeout)
-        code = self._process.exitcode
-        if code is None:
-            self._process.kill()
-            self._process.join()
-        self._process.close()
+        ended = self._wire.poll(timeout)
+        if not ended:
+            os.kill(self._pid, signal.SIGKILL)
+        code = self._wire.recv()
+        self._wire.close()
         out, errors = (path.read_text() if path.exists() else "" for path in self._said)
         self._folder.cleanup()
-        if code is None:
+        if not ended:
             raise TimeoutError(f"a program went on for more than {timeout:g} s; it said {out!r}, {errors!r}")
         return CompletedProcess([], code, out, errors)
 
 
-def _begin_with_one_thread() -> None:
-    """Start the process that is forked, where it does not run yet: torch asks its environment once."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
-def _live(source: str | Path, words: tuple[str, ...], environment: dict[str, str], said: list[Path]) -> None:
+def _live(
+    source: str | Path,
+    words: tuple[str, ...],
+    environment: dict[str, str],
+    said: list[Path],
+    folder: Path,
+    modules: list[str],
+) -> None:
     """Be the program, to the end of the interpreter."""
+    os.chdir(folder)
     for number, path in enumerate(said, start=1):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [str(source) if isinstance(source, Path) else "-c", *words]
-    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*environment.get("PYTHONPATH", "").split(os.pathsep), *modules]
     ctypes.pythonapi.Py_Exit(_code_of(source))
 
 

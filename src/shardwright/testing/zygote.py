@@ -36,9 +36,15 @@ SELDOM = (50_000, 20, 50)
 def main(argv: list[str]) -> None:
     """Preload and serve until the owner closes its end of the socket."""
     control = socket.socket(fileno=int(argv[0]))
-    _wake_without_interrupting()
     # CUDA, which an import may start, knows no forks: there each rank imports for itself.
     shared, alone = (argv[1:], []) if device_of_ranks() == "cpu" else ([], argv[1:])
+    prepare(shared)
+    serve(control, alone)
+
+
+def prepare(shared: list[str]) -> None:
+    """Import what ranks share, and become what they are forked from."""
+    _wake_without_interrupting()
     gc.disable()  # what modules make stays: a fifth of the time of an import goes into looking through it
     for name in shared:
         _preload(name)
@@ -46,7 +52,6 @@ def main(argv: list[str]) -> None:
     gc.freeze()  # a collection in a child would otherwise touch, and so copy, every page
     gc.set_threshold(*SELDOM)
     gc.enable()
-    _serve(control, alone)
 
 
 def _wake_without_interrupting() -> None:
@@ -80,8 +85,8 @@ def _check_single_threaded() -> None:
         )
 
 
-def _serve(control: socket.socket, alone: list[str]) -> None:
-    """alone: what each rank imports for itself."""
+def serve(control: socket.socket, alone: list[str]) -> None:
+    """Answer until the owner is gone. alone: what each rank imports for itself."""
     children: set[int] = set()
     while True:
         message, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, MAX_RANKS)
