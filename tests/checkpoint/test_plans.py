@@ -15,7 +15,7 @@ from torch import nn
 from shardwright import Replicate, Shard, distribute_tensor
 from shardwright.checkpoint import load, plan, save
 from shardwright.checkpoint.collector import no_collection
-from shardwright.checkpoint.storage import reader
+from shardwright.checkpoint.storage import proof, reader
 from shardwright.checkpoint.storage.manifest import SavedTensor
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
@@ -190,3 +190,47 @@ def test_each_element_is_read_once_of_the_parts_beside_a_box(
         want.view.add_(held[Box(want.low, tuple(want.view.shape)).slices].reshape(want.view.shape))
     assert torch.equal(whole, saved)
     assert asked[0] <= 3 * len(parts) + 20 * len(views)
+
+
+@pytest.mark.parametrize("cuts", [(2, 2), (6, 10), (6, 1), (60, 60)])
+@pytest.mark.parametrize("harm", ["", "twice", "moved", "longer", "missing"])
+def test_boxes_of_any_grid_are_proven_to_be_the_tensor(cuts: tuple[int, int], harm: str) -> None:
+    """As marks of a whole tensor say; of many boxes a sweep compared each with all in its rows."""
+    shape = (60, 60)
+    boxes = [(box.offset, box.size) for box in cut(shape, *cuts)]
+    (first, size), marks = boxes[len(boxes) // 2], torch.zeros(shape, dtype=torch.int8)
+    if harm == "twice":
+        boxes.append((first, size))
+    elif harm == "moved":
+        boxes[len(boxes) // 2] = (0, 0), size
+    elif harm == "longer":
+        boxes[0] = (0, 0), (min(60, cuts[0] + 1), cuts[1])
+    elif harm == "missing":
+        del boxes[len(boxes) // 2]
+    for offset, extent in boxes:
+        marks[Box(offset, extent).slices] += 1
+    said = proof.why_not_once(shape, tuple(boxes))
+    assert ("stored twice" in said) == bool((marks > 1).any()), said
+    assert (not said) == bool((marks == 1).all()), said
+
+
+def test_sizes_that_no_machine_counts_are_proven_too() -> None:
+    """An index of torch's, which anybody may have written, may say what it likes."""
+    boxes = tuple(((at << 70,), (1 << 70,)) for at in range(100))
+    assert proof.why_not_once((100 << 70,), boxes) == ""
+    assert "stored twice" in proof.why_not_once((200 << 70,), (*boxes, boxes[7]))
+
+
+def test_boxes_in_a_grid_are_not_compared_in_pairs() -> None:
+    met, boxes = [0], cut((120, 120), 2, 2)
+
+    class Counted(tuple[int, ...]):
+        __slots__ = ()
+
+        def __getitem__(self, at: Any) -> Any:
+            met[0] += 1
+            return super().__getitem__(at)
+
+    counted = tuple((Counted(box.offset), Counted(box.size)) for box in boxes)
+    assert not proof.why_not_once((120, 120), counted)
+    assert met[0] < 10 * len(boxes)

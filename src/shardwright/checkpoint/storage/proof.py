@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import product
 from math import prod
+
+import numpy as np
 
 from shardwright.checkpoint.pieces import Cell, Shape
 from shardwright.checkpoint.storage.element_types import ITEMSIZES
-from shardwright.checkpoint.storage.manifest import Manifest, SavedTensor, read_manifest
+from shardwright.checkpoint.storage.manifest import LIMIT, Manifest, SavedTensor, read_manifest
 from shardwright.checkpoint.storage.place import Place
 from shardwright.checkpoint.storage.sums import digits_for
 from shardwright.errors import CheckpointError
 from shardwright.remember import remembered
 
 _MOST_DIMS = 64
+_MANY = 64  # boxes
+_GRID_DIMS, _GRID_CELLS = 4, 1 << 22
 _FILE = re.compile(r"data-([0-9a-f]{16})-[0-9]{5,}-[0-9]{3,}\.safetensors")
 
 
@@ -39,8 +44,9 @@ def _overlap(shape: Shape, boxes: Sequence[Cell]) -> tuple[Shape, Shape] | None:
     """The offsets of two boxes that share elements; None: there are none.
 
     A sweep along the dim in which the boxes have the most places: only those that meet there are compared.
+    Of many, most often none do, which a count in the grid of their ends says sooner.
     """
-    if len(boxes) < 2:
+    if len(boxes) < 2 or (len(boxes) > _MANY and max(shape, default=0) < LIMIT and _are_apart(boxes)):
         return None
     dims = range(len(shape))
     dim = max(dims, key=lambda d: len({offset[d] for offset, _ in boxes}), default=0)
@@ -57,6 +63,27 @@ def _overlap(shape: Shape, boxes: Sequence[Cell]) -> tuple[Shape, Shape] | None:
                 return other, offset
         reached.append((offset, size))
     return None
+
+
+def _are_apart(boxes: Sequence[Cell]) -> bool:
+    """Whether no cell of the grid that the ends of boxes make is in two; False also where that is too large.
+
+    Each box counts up at its corners, so that running sums along each dim give how often a cell is in one.
+    """
+    low, size = (np.array(one, dtype=np.int64) for one in zip(*boxes, strict=True))
+    low, size = (one[size.all(axis=1)] for one in (low, size))
+    ends = [low, low + size]
+    cuts = [np.unique(one) for one in np.concatenate(ends).T]
+    dims = [dim for dim, cut in enumerate(cuts) if len(cut) > 2]  # in the others all boxes are as long
+    if len(dims) > _GRID_DIMS or prod(len(cuts[dim]) for dim in dims) > _GRID_CELLS:
+        return False
+    counts = np.zeros([len(cuts[dim]) for dim in dims], dtype=np.int32)
+    for corner in product((0, 1), repeat=len(dims)):
+        where = tuple(np.searchsorted(cuts[d], ends[end][:, d]) for d, end in zip(dims, corner, strict=True))
+        np.add.at(counts, where, (-1) ** sum(corner))
+    for axis in range(len(dims)):
+        np.cumsum(counts, axis=axis, out=counts)
+    return bool(counts.max(initial=0) <= 1)
 
 
 def proven(path: Place | str) -> Manifest:

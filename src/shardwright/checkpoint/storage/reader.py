@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shardwright.checkpoint.storage.element_types import DTYPES, ITEMSIZES
@@ -43,20 +43,35 @@ class Want(NamedTuple):
 
 def wants(key: str, saved: SavedTensor, boxes: Sequence[tuple[Box, torch.Tensor]]) -> list[Want]:
     """What to read for boxes of a tensor: their meetings with the saved boxes."""
-    parts, dim, longest = saved.parts, 0, 0
-    if len(boxes) > 1 and len(parts) > _FEW:  # those that a box may meet are found by where they begin
-        dim = max(range(len(saved.shape)), key=lambda d: len({part.offset[d] for part in parts}))
-        parts = tuple(sorted(parts, key=lambda part: part.offset[dim]))
-        longest = max(part.size[dim] for part in parts)
-    starts = [part.offset[dim] for part in parts] if longest else []
+    parts, near = saved.parts, None
+    if len(boxes) > 1 and len(parts) > _FEW:
+        near = _Near(saved)
     found: list[Want] = []
     for box, view in boxes:
-        near = parts
-        if longest:
-            low = bisect_right(starts, box.offset[dim] - longest)
-            near = parts[low : bisect_left(starts, box.offset[dim] + box.size[dim])]
-        found += _meetings(key, saved.dtype, near, box, view)
+        found += _meetings(key, saved.dtype, parts if near is None else near.parts_at(box), box, view)
     return found
+
+
+class _Near:
+    """The parts of a tensor by where they are: those that a box may meet are found by where they begin."""
+
+    def __init__(self, saved: SavedTensor) -> None:
+        dim = max(range(len(saved.shape)), key=lambda d: len({part.offset[d] for part in saved.parts}))
+        self._dim, self._parts = dim, sorted(saved.parts, key=lambda part: part.offset[dim])
+        self._same = {(part.offset, part.size): part for part in self._parts}  # most are loaded as saved
+        self._low = np.array([part.offset for part in self._parts], dtype=np.int64)
+        size = np.array([part.size for part in self._parts], dtype=np.int64)
+        self._high, self._longest = self._low + size, int(size[:, dim].max())
+
+    def parts_at(self, box: Box) -> list[SavedPart]:
+        """Those that share elements with a box."""
+        if (same := self._same.get((box.offset, box.size))) is not None:
+            return [same]
+        start, end = box.offset[self._dim], box.offset[self._dim] + box.size[self._dim]
+        first, last = np.searchsorted(self._low[:, self._dim], (start - self._longest + 1, end))
+        before = self._low[first:last] < np.add(box.offset, box.size)
+        met = (before & (self._high[first:last] > box.offset)).all(axis=1)
+        return [self._parts[first + at] for at in np.flatnonzero(met)]
 
 
 def _meetings(key: str, dtype: str, parts: Sequence[SavedPart], box: Box, view: torch.Tensor) -> list[Want]:
