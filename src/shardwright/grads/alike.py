@@ -65,14 +65,14 @@ class Crowd:
 def crowds_of(parameters: Mapping[str, TorchDTensor]) -> dict[frozenset[int], Crowd]:
     """Parameters by the ranks that they live on, in the order in which these are met."""
     found: dict[frozenset[int], Crowd] = {}
+    of_mesh: dict[int, Crowd] = {}
     for name, parameter in parameters.items():
         mesh = parameter._spec.mesh
-        ranks = ranks_of(mesh)
-        crowd = found.get(ranks)
+        crowd = of_mesh.get(id(mesh))
         if crowd is None:
-            crowd = found[ranks] = Crowd(mesh)
-        elif axes_above_one(mesh) < axes_above_one(crowd.mesh):
-            crowd.mesh = mesh
+            crowd = of_mesh[id(mesh)] = found.setdefault(ranks_of(mesh), Crowd(mesh))
+            if axes_above_one(mesh) < axes_above_one(crowd.mesh):
+                crowd.mesh = mesh
         crowd.parameters[name] = parameter
     return found
 
@@ -97,8 +97,11 @@ def _codes(
             yield _MISSING
             continue
         state = GradientState.of(name, gradient, as_ours(parameter))
-        lies = as_ours(cast("TorchDTensor", gradient))._spec.token
-        yield _FINISHED if state.finished and not state.partial else (_code(lies) ^ state.partial) | 2
+        if state.finished and not state.partial:
+            yield _FINISHED
+        else:
+            lies = as_ours(cast("TorchDTensor", gradient))._spec.token
+            yield (_code(lies) ^ state.partial) | 2
 
 
 @remembered(4096)

@@ -27,6 +27,8 @@ from shardwright.grads.parameters import (
 )
 from shardwright.grads.pending import finish_gradients
 from shardwright.grads.stages import SharedByStages, axis_of_all, groups_of, stages_of
+from shardwright.remember import remembered
+from shardwright.tensor.spec import Token
 from shardwright.tensor.wrap import as_ours
 
 _Key = tuple[DeviceMesh | None, tuple[str, ...], SharedByStages | None]
@@ -158,11 +160,11 @@ def _group(parameters: Iterable[Tensor]) -> dict[_Key, list[Tensor]]:
         gradient = parameter.grad
         if gradient is None and not parameter.requires_grad and _is_pending(parameter):
             continue
-        members = groups[_key(parameter)]
+        spec = as_ours(parameter)._spec if isinstance(parameter, TorchDTensor) else None
+        mesh, cut = (None, ()) if spec is None else _mesh_and_cut(spec.token)
+        members = groups[mesh, cut, stages_of(parameter)]
         if gradient is not None:
-            members.append(
-                as_ours(gradient)._local_tensor if isinstance(gradient, TorchDTensor) else gradient
-            )
+            members.append(gradient._local_tensor if isinstance(gradient, TorchDTensor) else gradient)
     return groups
 
 
@@ -170,16 +172,14 @@ def _is_pending(parameter: Tensor) -> bool:
     return isinstance(parameter, TorchDTensor) and bool(as_ours(parameter)._spec.layout.pending_axes)
 
 
-def _key(parameter: Tensor) -> _Key:
+@remembered(4096)
+def _mesh_and_cut(parameter: Token) -> tuple[DeviceMesh, tuple[str, ...]]:
     """Return where a parameter's norm must be added up: its mesh, and the axes that cut it."""
-    stages = stages_of(parameter)
-    if not isinstance(parameter, TorchDTensor):
-        return None, (), stages
-    layout = as_ours(parameter)._spec.layout
+    layout = parameter.spec.layout
     if layout.pending_axes:
         raise ConfigError(f"a gradient in {layout} has no norm by parts; use torch.nn.utils.clip_grad_norm_")
     cut = tuple(a for a, p in zip(layout.axes, layout.placements, strict=True) if p.is_partition)
-    return parameter.device_mesh, cut, stages
+    return parameter.spec.mesh, cut
 
 
 def _total_norm(
@@ -254,10 +254,14 @@ def _local_power(locals_: Sequence[Tensor], p: float, *, fused: bool) -> Tensor:
     filled = [local.abs() if local.is_complex() else local for local in locals_ if local.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float64, device="cpu")
-    long = [local for local in filled if p == _SQUARES and _is_long(local)]
-    if not long:
+    if p != _SQUARES:
         return _power_of(filled, p, fused=fused)
-    short = [local for local in filled if not _is_long(local)]
+    long: list[Tensor] = []
+    short: list[Tensor] = []
+    for local in filled:
+        (long if _is_long(local) else short).append(local)
+    if not long:
+        return _power_of(short, p, fused=fused)
     squares = _squares_by_chunks(long)
     return squares + _power_of(short, p, fused=fused).to(squares.device) if short else squares
 

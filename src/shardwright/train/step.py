@@ -172,7 +172,7 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         limit = self.config.clip if self.kind == "adamw" else float("inf")
-        return clip_grad_norm_(self.model.parameters(), limit)
+        return clip_grad_norm_(self.model, limit)
 
     def _agree(self, loss: Tensor, norm: Tensor, lr: float, sent: int, *, stop: bool) -> StepResult:
         config = self.config
