@@ -229,10 +229,15 @@ class FsdpUnit:
     module: nn.Module
 
     @property
+    def phase(self) -> str:
+        """What it does, as torch calls it: IDLE is neither its forward nor its backward."""
+        name: str = self._state._training_state.name
+        return name
+
+    @property
     def is_idle(self) -> bool:
         """Neither in its forward nor in its backward."""
-        idle: bool = self._state._training_state.name == "IDLE"
-        return idle
+        return self.phase == "IDLE"
 
     @property
     def has_root(self) -> bool:
@@ -268,10 +273,9 @@ class FsdpUnit:
 
     def gather_again(self) -> None:
         """In its backward: gather what that may have freed, for what is computed again in it."""
-        if self._state._training_state.name == "PRE_BACKWARD":
-            for group in groups_of(self._state):
-                group.unshard()
-                group.wait_for_unshard()
+        for group in groups_of(self._state):
+            group.unshard()
+            group.wait_for_unshard()
 
     def leave(self, args: tuple[Any, ...], out: Any) -> Any:
         """Free what `enter` gathered; a backward of `out` gathers it again."""

@@ -96,6 +96,7 @@ class OverlappedSum:
         self._filled = [_Filled(bucket) for bucket in plan.buckets]
         self._had: dict[int, tuple[bool, bool]] = {}  # by parameter: a term, and what is no term
         self._late: dict[int, Tensor] = {}  # by parameter: the sum of its terms after the first
+        self._finished: set[int] = set()  # crowds: nothing of theirs is left to be moved or summed here
         self._next = 0
         self._ends = False
 
@@ -185,7 +186,9 @@ class OverlappedSum:
         said = torch.tensor(flags, dtype=bucket.kind.dtype, device=bucket.kind.device)
         if bucket.asks is None:
             return said
-        digest, _ = bucket.asks.states()
+        digest, finished = bucket.asks.states()
+        if finished:
+            self._finished.add(id(bucket.asks))
         return torch.cat((said, in_numbers(digest, said.dtype, said.device)))
 
     def finish(self) -> list[tuple[dict[str, TorchDTensor], bool]]:
@@ -214,7 +217,9 @@ class OverlappedSum:
         for filled, flat in zip(self._filled, sums, strict=True):
             bucket = filled.bucket
             if bucket.asks is not None:
-                found.append((bucket.asks.parameters, are_alike(flat)))
+                alike = are_alike(flat)
+                if not alike or id(bucket.asks) not in self._finished:
+                    found.append((bucket.asks.parameters, alike))
             for entry, total in zip(bucket.members, filled.shaped(flat), strict=True):
                 if id(entry.parameter) in exists:
                     if id(entry.parameter) in late:

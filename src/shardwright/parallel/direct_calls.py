@@ -43,8 +43,10 @@ def _enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch.compiler.is_compiling():
         return None
-    if not calls.unit.is_idle:
-        calls.unit.gather_again()  # for a checkpoint of a direct call; the backward of another one ran
+    phase = calls.unit.phase
+    if phase == "PRE_BACKWARD":  # a checkpoint of a direct call; the backward of another one ran
+        calls.unit.gather_again()
+    if phase != "IDLE":
         return None
     calls.under_way += 1
     return calls.unit.enter(args, kwargs)
