@@ -1,6 +1,7 @@
 """Compiled moves and views of a dim of several lengths: values and gradients of one device at each."""
 
 import warnings
+from math import prod
 
 import pytest
 import torch
@@ -58,6 +59,53 @@ def _like_one_device(name, sizes):
 def test_each_length_of_a_dim_is_right(ranks, name, sizes):
     """Even ones, of which one graph may hold, and such that the ranks do not divide, before and after."""
     ranks(2, _like_one_device, name, sizes, timeout=120)
+
+
+_SUM = [sw.Partial("sum")]
+_MOVES = [
+    ((2,), _SHARD, _COLUMNS, (7, 9, 13)),
+    ((2,), _SUM, _COLUMNS, (6, 8, 64)),
+    ((2,), _SUM, _SHARD, (7, 9, 65)),
+]
+_MORE_MOVES = [
+    *[
+        ((2,), a, b, (7, 9, 65))
+        for a in (_SHARD, _COLUMNS, _WHOLE)
+        for b in (_SHARD, _COLUMNS, _WHOLE, _SUM)
+        if a != b
+    ],
+    *[((4,), a, b, (21, 29, 45)) for a, b in [(_SHARD, _COLUMNS), (_COLUMNS, _WHOLE), (_SUM, _SHARD)]],
+    ((2, 2), _SHARD * 2, _WHOLE * 2, (21, 29, 37)),
+    ((2, 2), _SHARD + _COLUMNS, _COLUMNS + _SHARD, (21, 29, 37)),
+    ((2, 2), _SHARD + _SUM, _WHOLE + _SHARD, (20, 28, 36)),
+    ((2, 2), _SUM + _SHARD, _COLUMNS + _SHARD, (22, 26, 30)),
+]
+
+
+def _in_one_graph(shape, before, after, sizes):
+    """The first size has a graph of numbers, all others share one; the loss lies outside."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    mesh = rank_mesh(shape, ("dp", "tp")[: len(shape)])
+    compiled = torch.compile(lambda x: _to(after)(x * 2) * 3, backend="aot_eager")
+    for n in sizes:
+        whole = torch.randn(n, 5, generator=torch.Generator().manual_seed(n)).double().requires_grad_()
+        x = sw.distribute_tensor(whole.detach(), mesh, before).requires_grad_()
+        wanted, got = whole * 6, compiled(x)
+        torch.testing.assert_close(got.full_tensor(), wanted)
+        wanted.sin().sum().backward()
+        got.full_tensor().sin().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+    assert graphs["unique_graphs"] == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("shape", "before", "after", "sizes"), only(_MOVES, _MOVES + _MORE_MOVES), ids=str)
+def test_a_move_is_one_graph_for_sizes_that_leave_one_rest(ranks, shape, before, after, sizes):
+    """Uneven cuts, several axes and other terms than of whole rows had a graph for each size."""
+    ranks(prod(shape), _in_one_graph, shape, before, after, sizes, timeout=120)
 
 
 def _of_other_examples(name):

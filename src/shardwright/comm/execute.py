@@ -13,9 +13,10 @@ from shardwright.comm import guard, traced
 from shardwright.comm.async_result import Later
 from shardwright.comm.program import Program, apart, program_of, seat_of
 from shardwright.comm.traced import goes_in_groups, is_traced, refuse_between
+from shardwright.plan.any_size import Sized
 from shardwright.plan.by_axis import plans_by_axis
 from shardwright.plan.plan import Plan
-from shardwright.plan.work import Held
+from shardwright.plan.work import Held, Seat
 
 
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason: str = "") -> Tensor:
@@ -46,6 +47,16 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh | None, *, reason: str =
         local = _materialised(local)
     program = program_of(plan, mesh, seat, local, in_groups=goes_in_groups(local))
     return program.run(local, f"{reason}: {plan.reason}" if reason else plan.reason)
+
+
+def execute_sized(
+    plans: Sequence[Sized], local: Tensor, mesh: DeviceMesh, seat: Seat, *, reason: str
+) -> Tensor:
+    """As `execute` in a graph, of plans that follow one another. Raises: PlanError: as `execute`."""
+    for sized in plans:
+        program = Program(sized.plan, mesh, seat, in_groups=True, sized=sized)
+        local = program.run(_materialised(local), f"{reason}: {sized.plan.reason}")
+    return local
 
 
 class Bound:

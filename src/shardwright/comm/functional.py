@@ -198,7 +198,7 @@ def _gather_as_bytes(x: Tensor, sizes: Sequence[int], told: Told) -> Tensor:
 
 def _all_gather(x: Tensor, sizes: Sequence[int], told: Told) -> Tensor:
     n = told[0].size()
-    if len(set(sizes)) > 1:
+    if any(size != sizes[0] for size in sizes):
         # Uneven: an all-to-all that repeats the rows moves exactly the missing ones; padding would move more.
         repeated = x.repeat(n, *([1] * (x.dim() - 1)))
         return _all_to_all(repeated, list(sizes), [x.shape[0]] * n, told)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwright.compat import records_a_graph
+from shardwright.compat.symbols import has_symbols
 from shardwright.index.overlap import Strided
 from shardwright.plan.work import Memory
 
@@ -69,7 +70,18 @@ def part_of(x: Tensor, view: Strided) -> Tensor:
     flat = x.view(-1)
     if view.is_run and view.start == 0 and view.numel == flat.numel():
         return flat.view(view.size)
-    return _in_windows(flat, view)
+    of_symbols = has_symbols((*view.size, *view.stride, view.start))
+    return (_in_rows if of_symbols else _in_windows)(flat, view)
+
+
+def _in_rows(flat: Tensor, view: Strided) -> Tensor:
+    """A box of flat memory, dim by dim: `unfold` knows no symbols."""
+    start = view.start
+    for size, step in zip(view.size, view.stride, strict=True):
+        first = 0 if start < step else start // step
+        start -= first * step
+        flat = flat.unflatten(-1, (-1, step)).narrow(-2, first, size)
+    return flat.narrow(-1, start, 1).squeeze(-1)
 
 
 def _in_windows(flat: Tensor, view: Strided) -> Tensor:
@@ -143,7 +155,7 @@ def _rows(views: Sequence[Strided], numel: int) -> tuple[int, list[int]] | None:
     There a write into a view makes the whole tensor anew, with a node for each view on the way. None where
     views are few, or rows are many.
     """
-    if len(views) < MANY or not numel or not torch.compiler.is_compiling():
+    if len(views) < MANY or not torch.compiler.is_compiling() or has_symbols((numel,)) or not numel:
         return None
     split = [_split(view) for view in views]
     width = gcd(numel, *[n for start, dims, run in split for n in (start, run, *[step for _, step in dims])])

@@ -16,6 +16,7 @@ from shardwright.comm.collective import Exchanging, Reducing
 from shardwright.comm.mailbox import Mailing
 from shardwright.comm.task import Applying, Moving, Piecewise, Task, run_all
 from shardwright.errors import PlanError
+from shardwright.plan.any_size import Sized
 from shardwright.plan.plan import Plan
 from shardwright.plan.work import Apply, Held, InPieces, Move, Reduction, Seat, Transfer, Work
 
@@ -27,12 +28,16 @@ STRAIGHT_BYTES_UNREPEATED = 4 * 1024 * 1024
 
 
 class Program:
-    """The tasks of one rank. in_groups: whatever has a process group uses it, also for large tensors."""
+    """The tasks of one rank. in_groups: whatever has a process group uses it. sized: for symbols."""
 
-    def __init__(self, plan: Plan, mesh: DeviceMesh | None, seat: Seat, *, in_groups: bool) -> None:
+    def __init__(
+        self, plan: Plan, mesh: DeviceMesh | None, seat: Seat, *, in_groups: bool, sized: Sized | None = None
+    ) -> None:
         self.plan, self.mesh, self.seat, self.in_groups = plan, mesh, seat, in_groups
-        self.dtype, self.shape = plan.source.dtype, _local_shape(plan, seat)
-        self.tasks = [self.task(step.work(seat)) for step in plan.steps]
+        self.dtype = plan.source.dtype
+        self.shape = _local_shape(plan, seat) if sized is None else torch.Size(sized.shape)
+        works = [step.work(seat) for step in plan.steps] if sized is None else sized.works
+        self.tasks = list(map(self.task, works))
 
     def task(self, work: Work) -> Task:
         """What runs a work."""

@@ -79,6 +79,11 @@ def plan_redistribution(source: Layout, target: Layout, *, max_extra_bytes: int 
     return _planned_in_pieces(source, target, max_extra_bytes, network.version)
 
 
+def plan_as_asked(source: Layout, target: Layout, *, in_one_round: bool | None) -> Plan:
+    """As `plan_redistribution`, with terms in one round, in two, or (None) as their size asks for."""
+    return _planned(source, target, network.version, in_one_round)
+
+
 def plan_together(pairs: Iterable[tuple[Layout, Layout]]) -> list[Plan]:
     """The plans of tensors that will share collectives.
 

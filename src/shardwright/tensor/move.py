@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from shardwright.comm.execute import Bound
+from shardwright.comm.execute import Bound, execute_sized
 from shardwright.comm.record import record_decision, recording
 from shardwright.index.region import Shape
 from shardwright.layout.layout import Layout
 from shardwright.plan import network
+from shardwright.plan.any_size import plans_for
 from shardwright.plan.decide import plan_redistribution
 from shardwright.remember import memo
-from shardwright.tensor import graph_moves
 from shardwright.tensor.between import own_coords
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.expanded import base_of, bases, expanded_dims
@@ -50,9 +50,10 @@ def move_to_spec(x: DTensor, target: Spec, *, reason: str) -> torch.Tensor:
     """As `move_asked`, to the layout of a spec, which is found by identity."""
     spec = x._spec
     if isinstance(target, GraphSpec):
-        local = graph_moves.moved(x, target, reason)
-        if local is not None:
-            return local
+        if isinstance(spec, GraphSpec) and spec.coords is not None:
+            plans = plans_for(spec.shown.layout, target.shown.layout, spec.sizes, spec.coords)
+            if plans is not None:
+                return execute_sized(plans, x._local_tensor, spec.mesh, spec.coords, reason=reason)
         target = target.fix()
     key = spec.token, target.token, network.version
     road = _roads.get(key)
