@@ -233,6 +233,30 @@ def test_a_graph_is_told_by_logical_sizes(ranks):
     ranks(2, _sizes_of_equal_parts, timeout=120)
 
 
+def _viewed(x, n):
+    return x.view(n * 3, 2)
+
+
+def _viewed_with_sizes_of_others():
+    """Those of a view that is taken outside, and those that are computed from a number."""
+    warnings.simplefilter("ignore")
+    mesh = rank_mesh((2,), ("tp",))
+    for outside, inside in ((_viewed, lambda x, n: x), (lambda x, n: x, _viewed)):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(lambda x, n, inside=inside: inside(x, n).sin(), backend=counter)
+        for n in (4, 6, 8):
+            x = torch.randn(n, 3, 2)
+            rows = sw.distribute_tensor(x, mesh, [sw.Shard(0)])
+            torch.testing.assert_close(compiled(outside(rows, n), n).full_tensor(), _viewed(x, n).sin())
+        assert counter.frame_count == 2, f"{counter.frame_count} graphs"
+
+
+def test_a_view_takes_sizes_that_are_no_symbols_of_its_tensor(ranks):
+    """It was an internal error of Dynamo: a sharded unit hands its inputs on as views."""
+    ranks(2, _viewed_with_sizes_of_others, timeout=120)
+
+
 _WITH_A_NUMBER = {
     "a factor": lambda x, s: (x * s + 1).sum(),
     "of a pending sum": lambda x, s: x.sum(0) * s,

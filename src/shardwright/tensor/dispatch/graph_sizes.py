@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -183,16 +184,33 @@ def _reshaped(func: Op, args: Args, x: DTensor, decided: Prepared) -> Any:
     """Blocks of dims are found for numbers of which no two agree by chance."""
     target, size = decided.results[0], args[1]
     number = _numbers(x.device_mesh.size())[-1]
+    if target is None or not (_holds_as_many(x, size, number) or _is_made_to(x, size, target, number)):
+        return NotImplemented
     apart = _at(x, number)
     other = decide(_asked(func, args, {}, [x], [apart], partial(at, number=number)))
     if not isinstance(other, Prepared) or _way(other)[1:] != _way(decided)[1:]:
         return NotImplemented
     form = None if other.results[0] is None else reshape_form(apart.layout, other.results[0].layout)
     sizes = None if form is None else form.target_shape(tuple(x.shape), size)
-    if target is None or form is None or sizes is None or decided.local or decided.call:
+    if form is None or sizes is None or decided.local or decided.call:
         return NotImplemented
     try:
         local = func(x._local_tensor, form.local_sizes(x._local_tensor.shape, sizes))
     except CANNOT_VIEW:
         return NotImplemented
     return wrap(local, of_sizes(target, sizes))
+
+
+def _holds_as_many(x: DTensor, size: Sequence[Any], number: Callable[[str], int]) -> bool:
+    have, want = prod(_at(x, number).layout.shape), prod(at(n, number) for n in size)
+    return have == want if want >= 0 else have % want == 0  # one of them may be -1
+
+
+def _is_made_to(x: DTensor, size: Sequence[Any], target: Spec, number: Callable[[str], int]) -> bool:
+    """Ask what is equal for the example, so that symbols become one: of sizes that are not the tensor's own.
+
+    Those are numbers among the arguments, and the sizes with which an input was viewed outside of the graph.
+    """
+    form = reshape_form(x._spec.shown.layout, target.layout)
+    asked = form is not None and form.target_shape(tuple(x.shape), size) is not None
+    return asked and _holds_as_many(x, size, number)
