@@ -41,14 +41,7 @@ _COSTLY = {
     "tests.corpus.test_corpus": ("tests.corpus.catalog",),
     "tests.fuzz.ranks": ("tests.fuzz.ranks",),
     "tests.ops.ranks": ("tests.ops.ranks",),
-    "tests.parallel.test_compile": (
-        "sympy.tensor.tensor",
-        "torch._dynamo.backends.debugging",
-        "torch._dynamo.repro.after_dynamo",
-        "torch._inductor.lowering",
-        "torch._inductor.pattern_matcher",
-        "torch.export._trace",
-    ),
+    "tests.parallel.test_compile": ("sympy.tensor.tensor", "tests.compiles"),
 }
 # What torch says there of plain programs too.
 _SAID_ON_GPU = ("Attempting to run cuBLAS", "RNN module weights are not part of single contiguous chunk")
