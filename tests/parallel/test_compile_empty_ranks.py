@@ -95,12 +95,14 @@ CASES = [(name, placed) for name in PROGRAMS for placed in PLACED]
 PART = [("_gated", "weights cut")]
 
 
-@pytest.mark.parametrize(("name", "placed"), only(PART, CASES))
-def test_all_ranks_send_in_the_same_phase(ranks, name, placed):
-    for world in (2, 3):
-        sent = ranks(world, _trains, "aot_eager", name, placed, timeout=170)
-        assert all(each == sent[0] for each in sent), sent
-        assert sent[0][0] == sent[0][1]
+@pytest.mark.parametrize(
+    ("name", "placed", "world"), only([(*PART[0], 3)], [(*c, n) for c in CASES for n in (2, 3)])
+)
+def test_all_ranks_send_in_the_same_phase(ranks, name, placed, world):
+    """Of three ranks, the first has rows of the gate alone, the last of what it opens, the other of both."""
+    sent = ranks(world, _trains, "aot_eager", name, placed, timeout=170)
+    assert all(each == sent[0] for each in sent), sent
+    assert sent[0][0] == sent[0][1]
 
 
 @pytest.mark.slow
@@ -187,12 +189,20 @@ def _needs_a_gradient_since():
     mesh = rank_mesh((dist.get_world_size(),))
     for name, write in WRITES.items():
         torch._dynamo.reset()
-        compiled = torch.compile(lambda x, y, write=write: (write(x, y), x * 2)[1], backend="aot_eager")
+
+        def program(x, y, write=write):
+            write(x, y)
+            return x * 2
+
         found = []
-        for place in (lambda x: x, lambda x: sw.distribute_tensor(x, mesh, [S(1)], src_data_rank=None)):
+        for place, run in (
+            (lambda x: x, program),
+            (lambda x: sw.distribute_tensor(x, mesh, [S(1)], src_data_rank=None),
+             torch.compile(program, backend="aot_eager")),
+        ):  # fmt: skip
             x, y = place(torch.ones(3, 1)), place(torch.full((1, 1), 3.0)).requires_grad_()
             with sw.spmd(mesh):
-                out = compiled(x, y)
+                out = run(x, y)
             found.append((x.requires_grad, x._version, x.detach() + 0, out.detach() + 0))
         assert found[1][:2] == found[0][:2] == (True, 1), name
         for got, wanted in zip(found[1][2:], found[0][2:], strict=True):
