@@ -56,7 +56,7 @@ def case_of(strategies: tuple[str, ...], variant: dict[str, Any]) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every set with every variant."""
+    """Every set with every variant, five steps each."""
     for strategies in (*PAIRS, *TRIPLES, *QUADRUPLES):
         for variant in VARIANTS:
-            yield case_of(strategies, variant)
+            yield replace(case_of(strategies, variant), steps=5)

@@ -1,4 +1,4 @@
-"""The ranks' side of the tables: a model placed by one, and five steps of it beside one device."""
+"""The ranks' side of the tables: a model placed by one, and steps of it beside one device."""
 
 from __future__ import annotations
 
@@ -82,10 +82,15 @@ def _batch(number: int, ranks: int) -> tuple[list[Tensor], list[Tensor]]:
     return list(tokens.split(rows)), list(labels.split(rows))
 
 
-def train(strategies: tuple[str, ...], variant: Variant, planted: str = "") -> list[str]:
+def train(
+    strategies: tuple[str, ...], variant: Variant, planted: str = "", *, steps: int = STEPS
+) -> list[str]:
     """What differs from one device, the first step first.
 
-    Args: planted: a fault to be seen: "twice", a gradient that counts twice on one rank; "unsummed".
+    Args:
+        strategies, variant: of the tables.
+        planted: a fault to be seen: "twice", a gradient that counts twice on one rank; "unsummed".
+        steps: how many.
     """
     warnings.simplefilter("ignore")
     at = _context(tuple(sorted(degrees_of(strategies).items())))
@@ -103,8 +108,8 @@ def train(strategies: tuple[str, ...], variant: Variant, planted: str = "") -> l
     in_spmd = TENSOR in strategies and CONTEXT not in strategies
     found: list[str] = []
     with ExitStack() as last:
-        for step in range(STEPS):
-            left = last.enter_context(tensors_in_cycles()) if step == STEPS - 1 else []
+        for step in range(steps):
+            left = last.enter_context(tensors_in_cycles()) if step == steps - 1 else []
             for number in range(step * variant.backwards, (step + 1) * variant.backwards):
                 tokens, labels = _batch(number, data.size())
                 count = sum(int((part != IGNORED).sum()) for part in labels)
@@ -132,7 +137,7 @@ def train(strategies: tuple[str, ...], variant: Variant, planted: str = "") -> l
                 optimizer.zero_grad()
     found += [f"{len(left)} tensors wait for the collector: {left[:3]}"] if left else []
     values = [{n: p.detach() for n, p in m.named_parameters()} for m in (model, one)]
-    return found + _differences("parameter after five steps", *values)
+    return found + _differences("parameter at the end", *values)
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor | None]:

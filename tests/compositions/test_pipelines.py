@@ -10,7 +10,7 @@ SETS = (*PAIRS, *TRIPLES, *QUADRUPLES)
 
 
 @pytest.mark.parametrize("number", only([SETS.index(("pipeline", "hsdp"))], range(len(SETS))))
-def test_five_steps_are_those_of_one_device(ranks, number):
+def test_steps_are_those_of_one_device(ranks, number):
     case = case_of(SETS[number], VARIANTS[number % len(VARIANTS)])
     assert_right(ranks(case.world, beside_one_device, case, timeout=240))
 

@@ -1,4 +1,4 @@
-"""A pipeline gives what one device gives: loss, every gradient, clipped norm, parameters after 5 steps."""
+"""A pipeline gives what one device gives: loss, every gradient, clipped norm, parameters after steps."""
 
 import contextlib
 import copy
