@@ -331,6 +331,30 @@ def test_gradients_of_from_local_and_to_local_follow_torch(ranks):
     ranks(2, _gradients_of_from_local)
 
 
+def _parts_of_another_shape():
+    grid = rank_mesh((2,), ("tp",))
+    rows, whole = [sw.Shard(0)], [sw.Partial("sum")]
+    for requires in (True, False):
+        d = place(full(4, 6), rows, requires_grad=requires)
+        mapped = sw.local_map(torch.sin, rows, in_grad_placements=(whole,), device_mesh=grid)
+        local = d.detach().to_local().requires_grad_(requires)
+        for stated in (whole, [sw.Replicate()], [sw.Shard(1)]):
+            with pytest.raises(LayoutError, match=r"the part \(2, 6\) of f32\[4@tp, 6\] would"):
+                d.to_local(grad_placements=stated)
+            with pytest.raises(LayoutError, match="grad_placements: the part"):
+                sw.DTensor.from_local(local, grid, rows, grad_placements=stated)
+        with pytest.raises(LayoutError, match="grad_placements: the part"):
+            mapped(d)
+    d = place(full(4, 6), rows, requires_grad=True)
+    d.to_local(grad_placements=[sw.ZigZag(0)]).sum().backward()
+    assert d.grad.placements == (sw.ZigZag(0),)
+
+
+def test_a_gradient_whose_parts_have_another_shape_is_refused_where_it_is_stated(ranks):
+    """`local_map` made a pending gradient of rows of it; others failed in a backward."""
+    ranks(2, _parts_of_another_shape)
+
+
 def _gradient_of_full_tensor():
     grid = rank_mesh((2,), ("tp",))
     for placement in placements_of(2):

@@ -116,8 +116,8 @@ def _tensors(mesh: Any, x: Any) -> Iterator[Case]:
     made = {"local_tensor": full[:2], "spec": x._spec, "requires_grad": False}
     yield Case("DTensor", sw.DTensor, made)
     for of in (x, sw.distribute_tensor(full.clone().requires_grad_(), **stated)):
+        yield Case("to_local", of.to_local, {"grad_placements": placed}, grad_placements="none")
         given = {"grad_placements": {"tp": sw.Replicate()}}
-        yield Case("to_local", of.to_local, given, grad_placements="none")
         yield Case("full_tensor", of.full_tensor, given, grad_placements="none")
     dtypes = dict.fromkeys(("forward_dtype", "backward_dtype"), torch.float32)
     accepts = {"device_mesh": "none", **dict.fromkeys(dtypes, "none"), "order": "none empty"}

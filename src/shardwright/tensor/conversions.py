@@ -24,7 +24,7 @@ from shardwright.tensor.algorithms.declared_terms import FromTerms, is_declared
 from shardwright.tensor.autograd import FromLocal, apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.graph_spec import of_sizes
-from shardwright.tensor.placements import PlacementsArgument, resolve_placements
+from shardwright.tensor.placements import PlacementsArgument, gradient_layout, resolve_placements
 from shardwright.tensor.plain.constants import of_constants
 from shardwright.tensor.spec import coords_of, finished, spec_of
 
@@ -141,7 +141,7 @@ def from_local_in_graph(
         return apply(FromTerms, unwrap_if_dead(local), layout, mesh)
     grad_layout = finished(layout)
     if grad_placements is not None:
-        grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
+        grad_layout = gradient_layout(mesh, layout, grad_placements, default="error")
     return apply(FromLocal, unwrap_if_dead(local), layout, mesh, grad_layout)
 
 
@@ -163,7 +163,7 @@ def _from_symbols(
     spec = of_sizes(spec_of(layout, mesh), sizes)
     grad_layout = finished(layout)
     if grad_placements is not None:
-        grad_layout = layout.with_placements(resolve_placements(mesh, grad_placements, default="error")[0])
+        grad_layout = gradient_layout(mesh, layout, grad_placements, default="error")
     return apply(FromLocal, unwrap_if_dead(local), spec, mesh, grad_layout)
 
 

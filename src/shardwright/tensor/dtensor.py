@@ -24,7 +24,7 @@ from shardwright.rules.registry import registry, sources
 from shardwright.tensor.chunks import chunk_list, refuse_pending, shard_of, write_items
 from shardwright.tensor.flattened import Kept, as_gradient, constants_of, hand_over, spec_again
 from shardwright.tensor.graph_spec import GraphSpec
-from shardwright.tensor.placements import PlacementsArgument, placements_of, resolve_placements
+from shardwright.tensor.placements import PlacementsArgument, gradient_layout, placements_of
 from shardwright.tensor.spec import Spec, finished, spec_of
 from shardwright.tensor.wrap import REMEMBERED, hand_out, hold_outside, offset_of, up_to_date, wrap
 
@@ -199,6 +199,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
         Args: grad_placements: what the gradient of the local part is to the logical tensor; as torch, by
             default the tensor's own placements with pending ones finished. Without an order of their own
                 they apply in that of the tensor.
+        Raises: LayoutError: parts of the gradient would have another shape than those of the tensor.
         Cost: none.
         """
         up_to_date(self)
@@ -209,17 +210,13 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
             differentiable = self.requires_grad
         if not torch.is_grad_enabled() or not differentiable:
             if grad_placements is not None:  # what is refused does not depend on whether it is needed
-                own = self._spec.shown.layout
-                resolve_placements(self.device_mesh, grad_placements, default="layout", own=own)
+                gradient_layout(self.device_mesh, self._spec.shown.layout, grad_placements, default="layout")
             return self._local_tensor.view_as(self._local_tensor) if differentiable else self._local_tensor
         own = self._spec.shown.layout
         if grad_placements is None:
             grad_layout = finished(own) if self._spec.pending else own
         else:
-            placements, order = resolve_placements(
-                self.device_mesh, grad_placements, default="layout", own=own
-            )
-            grad_layout = own.with_placements(placements, order=own.order_names if order is None else order)
+            grad_layout = gradient_layout(self.device_mesh, own, grad_placements, default="layout")
         if isinstance(self._spec, GraphSpec):
             return above.to_local(self, self._spec.placed(lambda _: grad_layout))
         return above.to_local(self, grad_layout)

@@ -86,6 +86,23 @@ def resolve_placements(
     return placements, getattr(given, "order", None)  # what `from_partition_spec` returns knows its order
 
 
+def gradient_layout(mesh: DeviceMesh, own: Layout, given: PlacementsArgument, *, default: Unnamed) -> Layout:
+    """The layout that the gradient of this rank's part of a tensor, laid as `own`, is said to have.
+
+    Raises: LayoutError: in it this rank's part has another shape, and what `resolve_placements` raises.
+    """
+    placements, order = resolve_placements(mesh, given, default=default, own=own)
+    stated = own.with_placements(placements, order=own.order_names if order is None else order)
+    coords = mesh.get_coordinate()  # not `coords_of`: specs are above
+    part, other = (x.local_shape(tuple(coords)) if coords else () for x in (own, stated))
+    if part != other:
+        raise LayoutError(
+            f"grad_placements: the part {part} of {own} would have a gradient {stated}, of which this rank "
+            f"holds {other}: state placements whose parts have the shape of the tensor's own"
+        )
+    return stated
+
+
 def _by_name(
     names: tuple[str, ...], given: Mapping[str, Any], default: Unnamed, own: Layout | None
 ) -> tuple[tuple[Placement, ...], tuple[str, ...] | None]:
