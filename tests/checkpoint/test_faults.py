@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
-from shardwright.checkpoint import save, save_hf
+from shardwright.checkpoint import save, save_hf, verify
+from shardwright.checkpoint.hugging_face.under_way import UnderWay
 from shardwright.checkpoint.storage import disk, reader
-from shardwright.checkpoint.storage.stores.local import lock
+from shardwright.checkpoint.storage.stores.local import LocalFile, LocalHold, LocalStore, NewLocalFile, lock
 from shardwright.errors import CheckpointError
 from tests.checkpoint.faults import sweep
 from tests.checkpoint.faults.inject import CHANGING, failing
@@ -85,6 +89,48 @@ def test_an_interrupt_at_any_operation_stands_in_no_later_ones_way(
                     write(nn.Linear(9, 9), path)
         seen = bool(count.failed)
     assert at > 10
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (UnderWay, "__init__"),
+        (UnderWay, "begin"),
+        (LocalHold, "__init__"),
+        (LocalFile, "__init__"),
+        (NewLocalFile, "__init__"),
+    ],
+)
+def test_an_interrupt_before_anybody_knows_of_what_was_opened_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    """A journal of an export, with the lock of its folder; descriptors of a `verify`."""
+    save(tmp_path / "old", nn.Linear(2, 2))
+    calls = (lambda: save_hf(nn.Linear(2, 2), tmp_path / "c"), lambda: verify(tmp_path / "old"))
+    call, real = calls[owner is LocalFile], getattr(owner, method)
+    call = partial(save, tmp_path / "c", nn.Linear(2, 2)) if owner is NewLocalFile else call
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert not (tmp_path / "c").exists() or not [*(tmp_path / "c").iterdir()]
+    call()
+
+
+def test_a_child_that_forgets_a_lock_leaves_it_to_its_parent(tmp_path: Path) -> None:
+    """What a child of the process has is a copy of the open folder, whose lock is one for both."""
+    hold = LocalStore(tmp_path).hold_there()
+    of_child = LocalHold(tmp_path, os.dup(hold._handle), alone=True, made=False)
+    del of_child
+    assert disk.lock_folder(tmp_path) is None
+    hold.let_go()
 
 
 def test_an_interrupt_in_a_lock_leaves_the_folder_free(

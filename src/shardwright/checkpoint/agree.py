@@ -107,8 +107,11 @@ class Call:
         try:
             outcomes = _gather(mine, group)
         finally:
-            if interrupt is not None:
-                raise interrupt
+            try:
+                if interrupt is not None:
+                    raise interrupt
+            finally:  # kept here it would keep this frame, and what it passed: an open file, a lock
+                interrupt = None
         first = next((one.reason for one in outcomes if one.reason), "")
         if difference := _difference(outcomes):
             raise ApartError(f"{difference} ({first})" if first else difference)

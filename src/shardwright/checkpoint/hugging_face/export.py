@@ -137,6 +137,7 @@ class _Export:
         asked = ("folder", str(self.folder.absolute())), ("max_shard_size", str(self.most))
         if rank() == 0:
             self.under_way = UnderWay(self.folder, self.key)
+            self.under_way.begin()
         return _Plan(self.key, asked, tuple(told), copies)
 
     def _told(self, name: str, tensor: torch.Tensor, dtype: str) -> _Tensor:

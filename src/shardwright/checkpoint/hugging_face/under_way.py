@@ -18,7 +18,7 @@ from shardwright.checkpoint.hugging_face.index import INDEX, SINGLE
 from shardwright.checkpoint.storage.commit import tidy
 from shardwright.checkpoint.storage.folder_names import Journal, look, says
 from shardwright.checkpoint.storage.owner import saves_here, this_process
-from shardwright.checkpoint.storage.stores.local import LocalStore
+from shardwright.checkpoint.storage.stores.local import LocalHold, LocalStore
 from shardwright.errors import CheckpointError
 
 _BEFORE = re.compile(r"\.model.*\.([0-9a-f]{16})")
@@ -44,31 +44,35 @@ class UnderWay:
     """An export on the rank that commits: it holds the folder until it is closed."""
 
     def __init__(self, folder: Path, export: str) -> None:
-        """Keep others out, roll back what interrupted exports left, and begin.
-
-        Raises: CheckpointError: there are such files, or another process writes there.
-        """
+        """Nothing is done before `begin`: what an interrupt takes from the caller leaves nothing behind."""
         self._export, self._store, self._done = export, LocalStore(folder), False
         self._new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
+        self._hold: LocalHold | None = None
+
+    def begin(self) -> None:
+        """Keep others out, roll back what interrupted exports left, and say that this one is under way.
+
+        Raises: CheckpointError: there are such files, or another process writes there; `close` it then too.
+        """
         self._hold = self._store.hold()
-        saves_here.add(export)
-        try:
-            _roll_back(self._store, alone=self._hold.alone)
-            taken = next((name for name in self._store.names() if ".safetensors" in name), None)
-            if taken:
-                raise CheckpointError(f"{folder} holds {taken} already: name another folder, or remove it")
-            self._store.write(_journal(export), Journal(export, (), this_process()).text)
-        except BaseException:
-            self.close()
-            raise
+        saves_here.add(self._export)
+        _roll_back(self._store, alone=self._hold.alone)
+        taken = next((name for name in self._store.names() if ".safetensors" in name), None)
+        if taken:
+            raise CheckpointError(
+                f"{self._store.place} holds {taken} already: name another folder, or remove it"
+            )
+        self._store.write(_journal(self._export), Journal(self._export, (), this_process()).text)
 
     def commit(self, names: Sequence[str], index: bytes) -> None:
         """Give the files their names, the index last; there is none (no text) of a single file.
 
         Raises: CheckpointError: a file is not there.
         """
-        store = self._store
-        self._hold.check()
+        store, hold = self._store, self._hold
+        if hold is None:
+            raise CheckpointError(f"the export to {store.place} has ended")
+        hold.check()
         for name in names:
             if store.size(before_named(name, self._export)) is None:
                 raise CheckpointError(
@@ -86,16 +90,18 @@ class UnderWay:
 
     def close(self) -> None:
         """Let others in; what was not committed goes, as far as the disk lets it."""
+        if self._hold is None:
+            return
         try:
             if not self._done:
-                self._undo()
+                self._undo(alone=self._hold.alone)
         finally:  # Ctrl-C too
             saves_here.discard(self._export)
             self._hold.let_go()
 
-    def _undo(self) -> None:
+    def _undo(self, *, alone: bool) -> None:
         with contextlib.suppress(OSError):
-            _roll_back(self._store, self._export, alone=self._hold.alone)
+            _roll_back(self._store, self._export, alone=alone)
         for made in self._new_folders:
             with contextlib.suppress(OSError):  # there is something in it
                 made.rmdir()

@@ -15,7 +15,27 @@ from shardwright.errors import CheckpointError
 _BEHIND = 2 << 20  # bytes that the disk has not been told of, at most
 
 
-class LocalFile:
+class _Open:
+    """What is open; it is closed at the latest when nobody has it.
+
+    An interrupt may come when the system has opened it and nobody knows of it yet. Closed, not unlocked: a
+    child of this process, which has a copy, would take the lock of its parent.
+    """
+
+    _handle = -1
+
+    def close(self) -> None:
+        """As `OpenFile` says."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    def __del__(self) -> None:
+        """Close it."""
+        self.close()
+
+
+class LocalFile(_Open):
     """A regular file, open to be read."""
 
     step = 1 << 20  # stays in the processor's cache between read and checksum
@@ -46,10 +66,10 @@ class LocalFile:
     def close(self) -> None:
         """As `OpenFile` says."""
         self._pages = None
-        os.close(self._handle)
+        super().close()
 
 
-class NewLocalFile:
+class NewLocalFile(_Open):
     """A file under a name that nobody had."""
 
     def __init__(self, path: Path) -> None:
@@ -68,14 +88,14 @@ class NewLocalFile:
         try:
             os.fsync(self._handle)
         finally:
-            os.close(self._handle)
+            self.close()
 
     def give_up(self) -> None:
         """As `NewFile` says."""
-        os.close(self._handle)
+        self.close()
 
 
-class LocalHold:
+class LocalHold(_Open):
     """A locked folder."""
 
     def __init__(self, path: Path, handle: int, *, alone: bool, made: bool) -> None:
