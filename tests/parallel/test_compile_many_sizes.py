@@ -108,6 +108,57 @@ def test_a_move_is_one_graph_for_sizes_that_leave_one_rest(ranks, shape, before,
     ranks(prod(shape), _in_one_graph, shape, before, after, sizes, timeout=120)
 
 
+_SUMS = {
+    "all": lambda x: x.sin().sum(),
+    "alone": lambda x: x.sum(),
+    "alone by rows": lambda x: x.sum(1),
+    "rows": lambda x: x.sin().sum(1),
+    "columns": lambda x: x.sin().sum(0, keepdim=True) * 2,
+    "moved": lambda x: _to(_COLUMNS)(x * 2).sin().sum(0),
+    "sent back": lambda x: _to(_COLUMNS if x.shape[1] > 4 else _SHARD)(x * 2).sum(0),
+}
+
+
+def _sums(name, before, sizes, most):
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    mesh, program = rank_mesh((dist.get_world_size(),), ("tp",)), _SUMS[name]
+    compiled = torch.compile(program, backend="aot_eager")
+    for n in sizes:
+        whole = torch.randn(n, 5, generator=torch.Generator().manual_seed(n)).double().requires_grad_()
+        x = sw.distribute_tensor(whole.detach(), mesh, before).requires_grad_()
+        wanted, got = program(whole), compiled(x)
+        torch.testing.assert_close(got.full_tensor(), wanted)
+        wanted.cos().sum().backward()
+        got.full_tensor().cos().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+    assert graphs["unique_graphs"] <= most
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "most"),
+    only(
+        [("all", _SHARD, 2), ("sent back", _SHARD, 4)],
+        [
+            *[
+                (name, before, 2)
+                for name in ("all", "alone", "alone by rows", "rows", "columns")
+                for before in (_SHARD, _COLUMNS)
+            ],
+            ("moved", _SHARD, 4),
+            ("sent back", _SHARD, 4),
+        ],
+    ),
+    ids=str,
+)
+def test_sums_of_any_length_have_one_graph(ranks, name, before, most):
+    """Their gradients repeat an element: each length had a graph, as one has that is sent on."""
+    ranks(2, _sums, name, before, (7, 9, 13, 21), most, timeout=120)
+
+
 def _of_other_examples(name):
     """On rank 0 a length is a symbol from the first call on, as it has run on plain rows of another one."""
     warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ import shardwright as sw
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import MeshShape
 from shardwright.plan import plan_redistribution
-from shardwright.plan.any_size import plans_for
+from shardwright.plan.any_size import _DifferError, _examples, _value, plans_for
 from shardwright.plan.holders import every_coords
 from tests.generators import numbered
 from tests.plan.lockstep import Lockstep, held_by_all
@@ -64,3 +64,17 @@ def test_works_for_symbols_move_the_value_as_the_plan_for_the_numbers_does(mesh,
     assert torch.equal(target.join(held), full)
     plan = plan_redistribution(source, target)
     assert plan.crosses_several_axes or sent == plan.total_bytes
+
+
+def test_numbers_that_only_begin_like_a_polynomial_are_refused():
+    """A third of a size, rounded up, is linear at two sizes that stand side by side."""
+    examples = _examples([2, 3])
+    lines = [3 * n * m + 2 * n + 5 for n, m in examples]
+    assert _value(examples, [10, 7], lines) == 235
+    for wrong in (
+        [-(-n // 3) for n, _ in examples],
+        [n * n for n, _ in examples],
+        [min(n, 900) for n, _ in examples],
+    ):
+        with pytest.raises(_DifferError):
+            _value(examples, [10, 7], wrong)

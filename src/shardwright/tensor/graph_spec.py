@@ -25,10 +25,12 @@ Sizes = tuple[Any, ...]  # integers, and symbols that are used like them
 class GraphSpec(Spec):
     """Of symbolic sizes. Not hashed or compared as it is: both are questions about numbers.
 
-    shown: of the sizes of the example: for what sizes play no part in. sizes: the symbols.
+    shown: of the sizes of the example: for what sizes play no part in. sizes: the symbols. repeats: it shows
+    more elements than it would move, as numbers tell.
     """
 
     sizes: Sizes
+    repeats = False
 
     def __init__(self, shown: Spec, kind: SpecKind, sizes: Sizes, stride: Sizes | None = None) -> None:
         own = kind.layouts

@@ -50,7 +50,7 @@ def move_to_spec(x: DTensor, target: Spec, *, reason: str) -> torch.Tensor:
     """As `move_asked`, to the layout of a spec, which is found by identity."""
     spec = x._spec
     if isinstance(target, GraphSpec):
-        if isinstance(spec, GraphSpec) and spec.coords is not None:
+        if isinstance(spec, GraphSpec) and spec.coords is not None and not spec.repeats:
             plans = plans_for(spec.shown.layout, target.shown.layout, spec.sizes, spec.coords)
             if plans is not None:
                 return execute_sized(plans, x._local_tensor, spec.mesh, spec.coords, reason=reason)

@@ -75,7 +75,7 @@ def dispatch(
     if route is None:
         route = _routes[func] = _whole_route_of(func)
     if torch.compiler.is_compiling():
-        if graph_sizes.are_symbols(args, kwargs) and handler_of(func) is None:
+        if graph_sizes.are_symbols(func, args, kwargs) and handler_of(func) is None:
             route = _route_of_symbols(func)
         else:
             args, kwargs = graph_sizes.as_numbers(args, kwargs)

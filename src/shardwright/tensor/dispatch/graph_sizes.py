@@ -16,9 +16,11 @@ from typing import Any, cast
 
 import torch
 
-from shardwright.compat import CANNOT_VIEW, tree_leaves, tree_map_only
+from shardwright.compat import CANNOT_VIEW, current_graph_task_id, tree_leaves, tree_map_only
 from shardwright.compat.dynamo import trace_again_with_numbers
-from shardwright.compat.symbols import at, hint
+from shardwright.compat.symbols import at, has_symbols, hint, hints
+from shardwright.layout.layout import Layout
+from shardwright.layout.text import plain_cut
 from shardwright.placement.base import Pending
 from shardwright.rules.any_size import AnySize
 from shardwright.rules.call import Args, Kwargs, Op
@@ -31,16 +33,21 @@ from shardwright.tensor.dispatch.ways.local_reshape import RESHAPES
 from shardwright.tensor.dispatch.ways.table import decide
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.graph_spec import GraphSpec, of_sizes
-from shardwright.tensor.spec import Spec
+from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import wrap
 from shardwright.views.any_size import reshape_form
+
+_EXPAND = torch.ops.aten.expand.default
 
 Route = Callable[[Op, Args, Kwargs], Any]
 
 
-def are_symbols(args: Args, kwargs: Kwargs) -> bool:
-    """Has a DTensor among the arguments sizes that are symbols?"""
-    return any(isinstance(x, DTensor) and isinstance(x._spec, GraphSpec) for x in tree_leaves((args, kwargs)))
+def are_symbols(func: Op, args: Args, kwargs: Kwargs) -> bool:
+    """Has a DTensor among the arguments sizes that are symbols, or is a gradient repeated so often?"""
+    given = tree_leaves((args, kwargs))
+    return any(isinstance(x, DTensor) and isinstance(x._spec, GraphSpec) for x in given) or (
+        func is _EXPAND and current_graph_task_id() != -1 and has_symbols(given)
+    )
 
 
 def as_numbers(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -69,9 +76,13 @@ def call(otherwise: Route, beside_plain: Callable[..., Any], func: Op, args: Arg
 def _of_any_size(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> Any:
     if any(0 in x._local_tensor.shape for x in tensors):  # of one that holds nothing the sizes decide
         return NotImplemented
+    if func is _EXPAND and current_graph_task_id() != -1:
+        return _repeated(tensors[0], args[1])
     asked = _asked(func, args, kwargs, tensors, [x._spec.shown for x in tensors], hint)
     decided = decide(asked)
     if not isinstance(decided, Prepared) or decided.skip or decided.gather_all or decided.brought_back:
+        return NotImplemented
+    if decided.moves and any(isinstance(x._spec, GraphSpec) and x._spec.repeats for x in tensors):
         return NotImplemented
     if func in RESHAPES and not kwargs and not decided.moves:
         return _reshaped(func, args, tensors[0], decided)
@@ -178,6 +189,27 @@ def _has_symbols(value: Any) -> bool:
 def _result(decided: Prepared, form: AnySize, place: int, shapes: Sequence[Any]) -> Spec | None:
     spec, made = decided.results[place], form.results[place]
     return None if spec is None or made is None else of_sizes(spec, made.shape(shapes))
+
+
+def _repeated(x: DTensor, sizes: Sequence[Any]) -> Any:
+    """The gradient of a sum. It does not say that it repeats elements: such layouts are of no kind.
+
+    With numbers it moves each element once: where ranks would send it, they are asked for.
+    """
+    layout, new = x._spec.shown.layout, len(sizes) - x.dim()
+    cuts = [plain_cut(p) for p in layout.placements if not p.is_replicated]
+    grown = [dim for dim, size in enumerate(x.shape) if type(size) is int and size == 1]
+    if any(cut is None or cut in grown or new for cut in cuts) or -1 in sizes:
+        return NotImplemented
+    parts = enumerate(x._local_tensor.shape)
+    held = [*sizes[:new], *[sizes[new + dim] if dim in grown else size for dim, size in parts]]
+    shown = Layout(
+        layout.mesh_shape, layout.placements, hints(sizes), dtype=layout.dtype, order=layout.order_names
+    )
+    spec = of_sizes(spec_of(shown, x._spec.mesh, x._spec.use), sizes)
+    if isinstance(spec, GraphSpec):
+        spec.__dict__["repeats"] = bool(cuts)
+    return wrap(x._local_tensor.expand(held), spec)
 
 
 def _reshaped(func: Op, args: Args, x: DTensor, decided: Prepared) -> Any:
