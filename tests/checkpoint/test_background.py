@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import Shard, distribute_tensor, init_device_mesh
-from shardwright.checkpoint import async_save, background, load
+from shardwright.checkpoint import async_save, background, load, read_manifest, save
 from shardwright.checkpoint.agree import Call
 from shardwright.checkpoint.storage.arena import copy_bytes
 from shardwright.errors import CheckpointError
@@ -229,6 +229,21 @@ def test_ctrl_c_where_a_save_is_waited_for_does_not_end_it(
     threading.Timer(0.05, goes_on.set).start()
     assert saving.wait() == tmp_path / "c"
     assert (tmp_path / "c" / "manifest.json").exists()
+
+
+def test_a_save_waits_for_the_one_of_this_process_to_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Ctrl-C took the handle of was said to be another process's, and the save at the end refused."""
+    job, goes_on = sys.modules["shardwright.checkpoint.job"], threading.Event()
+    write = job.write_file
+    monkeypatch.setattr(job, "write_file", lambda *args: goes_on.wait(30) and write(*args))
+    lost = async_save(tmp_path / "c", nn.Linear(2, 2), step=1)
+    threading.Timer(0.05, goes_on.set).start()
+    save(tmp_path / "c", nn.Linear(2, 2), step=2)
+    assert lost.done
+    assert read_manifest(tmp_path / "c").step == 2
+    assert not job.in_background
 
 
 _UNHEARD = """

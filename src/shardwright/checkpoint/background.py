@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwright.checkpoint.agree import Call, Group, answered, rank, warn_without_group, world
 from shardwright.checkpoint.collector import no_collection
-from shardwright.checkpoint.job import Job, prepared
+from shardwright.checkpoint.job import Job, in_background, prepared
 from shardwright.checkpoint.save import State
 from shardwright.checkpoint.state import given
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, room_for
@@ -65,7 +65,7 @@ class AsyncSave:
         self._outcome = _Outcome(job.path)
         weakref.finalize(self, _tell_unheard, self._outcome)  # at the latest when the process ends
         # Not `join`: one that an interrupt leaves takes a thread that runs for one that has ended.
-        self._ended = threading.Event()
+        self._ended = in_background[job.path] = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"saving {job.path}")
         self._thread.start()
 
@@ -78,6 +78,7 @@ class AsyncSave:
         finally:
             self._job.let_go()  # the copies go as soon as they are written
             _memory.update(self._taken)
+            in_background.pop(self.path, None)
             self._ended.set()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from threading import Event
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from shardwright.checkpoint.storage.values import encode
 from shardwright.checkpoint.storage.writer import Entry, Written, into_files, write_file
 from shardwright.errors import CheckpointError
 from shardwright.index.region import Box
+
+# Where threads of this process write, and what is set when they have ended. No table: only they know.
+in_background: dict[Place, Event] = {}
 
 
 class Job:
@@ -249,9 +253,11 @@ def _prepare(
 
     def first() -> tuple[Told, str, dict[str, Any], Place]:
         nonlocal collected, held, place
+        place = place_of(path)
         if before is not None:
             before()
-        place = place_of(path)
+        elif (ended := in_background.get(place)) is not None:
+            ended.wait()  # a save of this process, which an interrupt may have taken from whoever would wait
         collected = collect(nodes_of(state), extra, first_rank=rank() == 0)
         held, copies = collected.held()
         told = about()
