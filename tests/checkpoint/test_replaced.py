@@ -29,12 +29,12 @@ def replace_before(step: str, path: Path, times: int) -> Callable[[], None]:
     """So often, all ranks save over the path before this step of a load; what undoes it."""
     real, done = getattr(Loading, step), 0
 
-    def replaced(self: Loading) -> Any:
+    def replaced(self: Loading, **given: Any) -> Any:
         nonlocal done
         if done < times:
             done += 1
             save(path, model(1.0 + done))
-        return real(self)
+        return real(self, **given)
 
     setattr(Loading, step, replaced)
     return lambda: setattr(Loading, step, real)
