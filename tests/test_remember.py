@@ -23,6 +23,8 @@ STATE = {
     "context/randomness.py:_waiting": "the hook of the newest seed, until the first forward",
     "checkpoint/storage/owner.py:saves_here": "the saves of this process that are under way",
     "grads/at_steps.py:_watching": "the hook of optimizers, once a parameter computes as its local tensor",
+    "checkpoint/job.py:in_background": "the saves of this process that a thread is writing",
+    "tensor/autograd.py:taken_at_once": "leaves whose gradients a block of `overlapped()` takes",
     "parallel/place.py:_watching": "the hook of modules, once a parameter computes as its local tensor",
     "placement/base.py:OWN_CLASSES": "the library's own classes, listed as they are made",
     "grads/stages.py:_cut": "the axes over which models were cut into stages, while their world lasts",
