@@ -485,3 +485,25 @@ def _backward_of(model, rows):
 def test_gradients_that_the_program_keeps_are_not_written_by_later_steps(ranks):
     """The memory of a bucket is the next one's, once nobody holds a part of it."""
     ranks(2, _kept_by_the_program)
+
+
+def _pending_on_all_ranks_alike():
+    """A gradient that nobody sums in the block: all ranks have it in one state, which is not the last."""
+    mesh = rank_mesh((2,), ("dp",))
+    torch.manual_seed(0)
+    model = parallelize_replicate(nn.Linear(WIDTH, WIDTH, bias=False), mesh)
+    beside = nn.Parameter(sw.distribute_tensor(torch.ones(WIDTH), mesh, [sw.Replicate()]))
+    synchronizer = GradientSynchronizer([("weight", model.weight), ("beside", beside)])
+    terms = [_batch(number)[0].float() for number in range(2)]
+    rank = torch.distributed.get_rank()
+    for _ in range(2):
+        with synchronizer.overlapped():
+            _backward_of(model, _batch(rank).float())
+            beside.grad = sw.DTensor.from_local(terms[rank], mesh, [sw.Partial()])
+        assert tuple(beside.grad.placements) == (sw.Replicate(),)
+        torch.testing.assert_close(beside.grad.to_local(), terms[0] + terms[1])
+        model.weight.grad = None
+
+
+def test_what_is_pending_on_all_ranks_alike_is_summed(ranks):
+    ranks(2, _pending_on_all_ranks_alike)
