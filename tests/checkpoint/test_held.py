@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,9 +224,24 @@ def test_a_copy_of_memory_is_a_copy_wherever_it_begins_and_ends(way: str) -> Non
             target = bytearray(400)
             copy(memoryview(target)[start : start + size], memoryview(source)[7 : 7 + size])
             assert bytes(target) == bytes(start) + source[7 : 7 + size] + bytes(400 - start - size)
-    for start, size in ((0, 1 << 16), (13, 100_003)):
-        target, long = bytearray(size + 20), source * 200
+    for start, size in ((0, 1 << 16), (13, 100_003), (1031, 1 << 17)):
+        target, long = bytearray(start + size + 7), source * 200
         copy(memoryview(target)[start : start + size], memoryview(long)[7 : 7 + size])
-        assert bytes(target) == bytes(start) + long[7 : 7 + size] + bytes(20 - start)
+        assert bytes(target) == bytes(start) + long[7 : 7 + size] + bytes(7)
     with pytest.raises(ValueError, match=r"do not fit|different structures"):
         copy(memoryview(bytearray(3)), memoryview(b"four"))
+
+
+def test_a_copy_takes_as_long_wherever_its_memory_lies() -> None:
+    """Not five times as long where lines that are read and written lie alike in their pages."""
+    size = 16 << 20
+    source, target = (mmap.mmap(-1, size + mmap.PAGESIZE) for _ in range(2))
+    source[:], target[:] = bytes(len(source)), bytes(len(target))
+
+    def seconds(ahead: int) -> float:
+        start = time.thread_time()
+        stream.copy_memory(memoryview(target)[:size], memoryview(source)[ahead : ahead + size])
+        return time.thread_time() - start
+
+    alike, apart = ([seconds(ahead) for _ in range(7)] for ahead in (0, 1024))
+    assert min(alike) < 2.5 * min(apart)
