@@ -148,8 +148,14 @@ __all__ = [
 ]
 
 
+# Public packages beside this one: `sw.checkpoint.save` needs no import of its own.
+_PACKAGES = ("checkpoint", "context", "grads", "moe", "parallel", "testing")
+
+
 def __getattr__(name: str) -> Any:
-    """Load a public name from its home on first use."""
+    """Load a public name, or a public package, from its home on first use."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -159,4 +165,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_PACKAGES])
