@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.errors import ImplicitRedistributionError, RuleError
+from shardwright.errors import ImplicitRedistributionError, LayoutError, RuleError
 from shardwright.parallel import parallelize_replicate, parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
 
@@ -154,3 +154,33 @@ def test_numbers_of_another_slice_go_along(ranks):
 
 def test_what_is_larger_or_wants_a_gradient_is_refused(ranks):
     ranks(4, _refused)
+
+
+def _mapped():
+    """A rank's coords on both meshes are what puts their parts side by side."""
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    there = sw.DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("back",))
+    same = sw.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("flat",))
+    added = sw.local_map(torch.add, out_placements=[sw.Replicate(), sw.Shard(0)])
+    a, b, called = _put("a").detach(), _VALUES["b"], []
+    whole = sw.distribute_tensor(b[:2], mesh["tp"], [sw.Replicate()])
+    rows = sw.distribute_tensor(b, same, [sw.Shard(0)])
+    close(added(a, whole), _VALUES["a"] + b[:2].repeat(2, 1))
+    flat = sw.local_map(torch.mul, out_placements=[sw.Shard(0)], device_mesh=same)
+    close(flat(rows, sw.distribute_tensor(b, mesh, [sw.Shard(0), sw.Shard(0)])), b * b)
+    other = sw.distribute_tensor(b, there, [sw.Shard(0)])
+    for arguments, index, stated in (
+        ((rows, other), 1, {}),
+        ((other, rows), 1, {}),
+        ((1.0, other, a), 2, {}),
+        ((other, rows), 0, {"device_mesh": same}),
+    ):
+        refused = sw.local_map(lambda *_: called.append(1), out_placements=None, **stated)
+        with pytest.raises(LayoutError, match=f"argument {index} is on .*do not belong together"):
+            refused(*arguments)
+    assert not called
+
+
+def test_local_map_refuses_parts_of_ranks_in_another_order(ranks):
+    """It had put the part of one rank beside that of another, and given their sum."""
+    ranks(4, _mapped)

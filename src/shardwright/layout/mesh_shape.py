@@ -146,6 +146,22 @@ def ranks_of(mesh: Any) -> frozenset[int]:
     return frozenset(as_mesh_shape(mesh).ranks)
 
 
+def are_relatives(one: MeshShape, two: MeshShape) -> bool:
+    """Is one of them this rank's slice of the other?"""
+    small, large = sorted((one, two), key=lambda mesh: len(mesh.axes))
+    if not set(small.axes) <= set(large.axes) or not set(small.ranks) <= set(large.ranks):
+        return False
+    first = large.coords_of(small.ranks[0])
+    places = [large.axes.index(axis) for axis in small.axes]
+    for rank in small.ranks:
+        coords = list(first)
+        for place, coord in zip(places, small.coords_of(rank), strict=True):
+            coords[place] = coord
+        if large.rank_at(tuple(coords)) != rank:
+            return False
+    return True
+
+
 def _from_device_mesh(mesh: Any) -> MeshShape:
     with without_modes():  # a mesh may be met first where tensors are fake
         ranks = mesh.mesh

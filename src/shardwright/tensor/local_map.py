@@ -15,7 +15,7 @@ from shardwright.compat.dynamo import never_traced
 from shardwright.errors import LayoutError, as_several, refuse_other_kind
 from shardwright.index.stride import stride_like
 from shardwright.layout import layout_of
-from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
+from shardwright.layout.mesh_shape import MeshShape, are_relatives, as_mesh_shape
 from shardwright.placement.base import Placement
 from shardwright.tensor.agreed import check_alike, listed, told_by_all, whole_of
 from shardwright.tensor.between import is_placed_as, layout_on
@@ -33,6 +33,11 @@ _MANY = 256
 _UNEVEN = (
     "local_map asks all ranks for their parts of what is cut unevenly, which no graph holds; "
     "fix: local_map(..., out_shapes=[shape])"
+)
+
+_TWO_MESHES = (
+    "local_map compares the ranks of two meshes, which no graph holds; fix: redistribute(device_mesh, "
+    "placements) before what is compiled"
 )
 
 
@@ -58,8 +63,9 @@ def local_map(
         redistribute_inputs: move inputs to `in_placements` instead of refusing them.
         out_shapes: per output its logical shape; without it, the ranks tell each other their parts. Where all
             inputs are cut evenly a compiled graph takes parts to be as long as this rank's; else it breaks.
-    Raises: LayoutError: an input with other placements, a wrong number of placements, or outputs that are not
-        the parts of one tensor: on all ranks alike where they tell each other.
+    Raises: LayoutError: an input with other placements, or on a mesh of other ranks (a slice of the mesh will
+        do), a wrong number of placements, or outputs that are not the parts of one tensor: on all ranks alike
+        where they tell each other.
     Cost: beyond `func`, the moves that `redistribute_inputs` asks for, and one all-gather of 536 bytes over
         each axis for each output that is cut, if `out_shapes` does not give its shape. What was told is
         remembered for these layouts of the arguments, unless there are arguments beside DTensors and
@@ -76,13 +82,13 @@ def local_map(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat, tree = tree_flatten(args)
         _check_counts(len(flat), in_placements=in_placements, in_grad_placements=in_grad_placements)
+        mesh = _home(flat, device_mesh)
         placed = [_placed(a, i, in_placements, redistribute=redistribute_inputs) for i, a in enumerate(flat)]
         local = [_local(x, i, in_grad_placements) for i, x in enumerate(placed)]
         out = func(*tree_unflatten(local, tree), **kwargs)
         given = [x for x in placed if isinstance(x, DTensor)]
-        if not given:
+        if not given or mesh is None:
             return out
-        mesh = given[0].device_mesh if device_mesh is None else device_mesh
         if torch.compiler.is_compiling() and (_are_stated(out_shapes) or all(map(_cut_evenly, given))):
             return _leave(out, out_placements, mesh, out_shapes, None)
         return shapes_told.leave(flat, kwargs, out, out_placements, mesh, out_shapes)
@@ -115,6 +121,30 @@ def _check_counts(flat: int, **stated: Sequence[Any] | None) -> None:
     for name, given in stated.items():
         if given is not None and len(given) != flat:
             raise LayoutError(f"local_map: {len(given)} {name} for {flat} flattened arguments")
+
+
+def _home(flat: Sequence[Any], stated: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh of the outputs, if there is one; all arguments are on it, or on a slice of it."""
+    mesh = stated
+    for index, value in enumerate(flat):
+        if isinstance(value, TorchDTensor):
+            if mesh is None:
+                mesh = value.device_mesh
+            elif value.device_mesh != mesh:
+                _refuse_other_ranks(index, value.device_mesh, mesh)
+    return mesh
+
+
+@functools.partial(never_traced, why=_TWO_MESHES)
+def _refuse_other_ranks(index: int, mesh: DeviceMesh, home: DeviceMesh) -> None:
+    """Raise where a rank's coords on two meshes differ: its parts belong to other elements."""
+    own, wanted = as_mesh_shape(mesh), as_mesh_shape(home)
+    if own.ranks != wanted.ranks and not are_relatives(own, wanted):
+        raise LayoutError(
+            f"local_map: argument {index} is on {own} of ranks {own.ranks}, the others or the outputs on "
+            f"{wanted} of ranks {wanted.ranks}: a rank's parts of both do not belong together\n"
+            "  fix: redistribute(device_mesh, placements) moves it to the mesh of the others"
+        )
 
 
 def _placed(value: Any, index: int, wanted: Sequence[Any] | None, *, redistribute: bool) -> Any:

@@ -25,10 +25,9 @@ from shardwright.compat import (
 )
 from shardwright.compat.dynamo import never_traced
 from shardwright.errors import SpmdError
-from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
+from shardwright.layout.mesh_shape import MeshShape, are_relatives, as_mesh_shape
 from shardwright.placement.base import Replicate
 from shardwright.rules.call import Args
-from shardwright.tensor.dispatch.ways.one_mesh import are_relatives
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain.boundary import leaves_alone, state, with_replicated, wraps_distributed
 from shardwright.tensor.plain.refuse import tensors_in

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.compat import current_graph_task_id, root_mesh, tree_map_only
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
-from shardwright.layout.mesh_shape import MeshShape, as_mesh_shape
+from shardwright.layout.mesh_shape import are_relatives, as_mesh_shape
 from shardwright.placement.base import Placement, Replicate
 from shardwright.rules.call import Args, Kwargs, Op
 from shardwright.rules.refusal import meshes_text
@@ -75,22 +75,6 @@ def _home(func: Op, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> D
         if all(are_relatives(as_mesh_shape(x.device_mesh), as_mesh_shape(mesh)) for x in tensors):
             return mesh
     return None
-
-
-def are_relatives(one: MeshShape, two: MeshShape) -> bool:
-    """Is one of them this rank's slice of the other?"""
-    small, large = sorted((one, two), key=lambda mesh: len(mesh.axes))
-    if not set(small.axes) <= set(large.axes) or not set(small.ranks) <= set(large.ranks):
-        return False
-    first = large.coords_of(small.ranks[0])
-    places = [large.axes.index(axis) for axis in small.axes]
-    for rank in small.ranks:
-        coords = list(first)
-        for place, coord in zip(places, small.coords_of(rank), strict=True):
-            coords[place] = coord
-        if large.rank_at(tuple(coords)) != rank:
-            return False
-    return True
 
 
 def _brought(op: str, x: DTensor, mesh: DeviceMesh) -> DTensor:
