@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import shardwright as sw
 from shardwright.context import DeviceMeshParameters, submesh
 from shardwright.errors import LayoutError, MeshError, ParallelError, ShardwrightError
+from shardwright.grads import global_mean
 from shardwright.moe import MoELayer
 from shardwright.parallel import (
     cut_sequence,
@@ -68,6 +69,32 @@ def _no_modules() -> None:
 def test_every_verb_refuses_what_is_no_module_and_what_has_no_shape(ranks: Ranks) -> None:
     """They had been an AttributeError of whatever was asked first, or an error of torch half way."""
     ranks(2, _no_modules)
+
+
+def _outside() -> None:
+    mesh = sw.DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), MoELayer(4, 4, num_experts=2, top_k=1))
+    before = [id(p) for p in model.parameters()]
+    for call in (
+        lambda: parallelize_fsdp(model, mesh),
+        lambda: parallelize_hsdp(model, mesh, "tp"),
+        lambda: parallelize_expert_parallel(model, mesh, "tp"),
+        lambda: parallelize_pipeline(model, mesh, []),
+        lambda: parallelize_batch_norm(model, mesh),
+        lambda: logical_dropout(model, mesh),
+        lambda: global_mean(torch.ones(()), 1, mesh),
+    ):
+        if dist.get_rank() == 1:
+            with pytest.raises(ParallelError, match=r"rank 1 is none of the ranks \[0\] of the mesh"):
+                call()
+    assert [id(p) for p in model.parameters()] == before
+    with pytest.raises(ParallelError, match=r"^parallelize_hsdp: a ModuleList has no forward"):
+        parallelize_hsdp(nn.ModuleList(), mesh, "tp")
+
+
+def test_a_rank_outside_of_the_mesh_is_told_so(ranks: Ranks) -> None:
+    """It had been an IndexError of torch, in some verbs after parameters were placed."""
+    ranks(2, _outside)
 
 
 def _of_one_rank(verb: str) -> tuple[str, bool]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import axis_names
-from shardwright.errors import MeshError, refuse_other_kind
+from shardwright.errors import MeshError, ShardwrightError, refuse_other_kind
 
 
 def check_axis(mesh: DeviceMesh, axis: str) -> None:
@@ -45,6 +45,16 @@ def submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     if not wanted or len(set(wanted)) != len(wanted):
         raise MeshError(f"axes ({', '.join(wanted)}) are empty or named twice; name each axis once")
     return mesh[tuple(name for name in mesh.mesh_dim_names if name in wanted)]
+
+
+def refuse_outside(mesh: DeviceMesh, verb: str, error: type[ShardwrightError]) -> None:
+    """Raise `error` on a rank that is none of the mesh's: it has no part there, and nobody to talk to."""
+    if mesh.get_coordinate() is None:
+        ranks = mesh.mesh.flatten().tolist()
+        raise error(
+            f"{verb}: rank {dist.get_rank()} is none of the ranks {ranks} of the mesh\n"
+            "  fix: make the call on the ranks of the mesh alone, or pass the slice that this rank is in"
+        )
 
 
 def groups_above_one(mesh: DeviceMesh) -> Iterator[tuple[str, dist.ProcessGroup]]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over
 from shardwright.compat import axis_names
-from shardwright.context.submesh import groups_above_one
+from shardwright.context.submesh import groups_above_one, refuse_outside
 from shardwright.errors import ParallelError
 from shardwright.placement.base import Replicate
 from shardwright.tensor.modules.more_axes import shared_ranks
@@ -36,7 +36,8 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
     Returns: a plain scalar; of whole numbers (how many were right) in torch's default dtype.
 
     Raises:
-        ParallelError: `loss_sum` is no scalar, or a DTensor that is global over ranks of `mesh` already.
+        ParallelError: `loss_sum` is no scalar, or a DTensor that is global over ranks of `mesh` already; this
+            rank is none of the mesh's.
 
     Cost: one all-reduce of 16 bytes per axis forward, nothing backward; of a pending DTensor one all-reduce
         of the scalar more.
@@ -67,6 +68,7 @@ def _check(loss_sum: Any, count: Any, mesh: DeviceMesh) -> None:
         raise ParallelError(f"global_mean takes how many items this rank summed, got {count!r:.60}")
     if not isinstance(mesh, DeviceMesh):
         raise ParallelError(f"global_mean takes the mesh of ranks that have other items, got {mesh!r:.60}")
+    refuse_outside(mesh, "global_mean", ParallelError)
     if isinstance(loss_sum, TorchDTensor) and shared_ranks(loss_sum.device_mesh, mesh):
         raise ParallelError(
             f"global_mean over {axis_names(mesh)}: the loss lives on {axis_names(loss_sum.device_mesh)} and "

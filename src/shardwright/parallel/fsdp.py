@@ -93,7 +93,7 @@ def parallelize_fsdp(
                 f"parallelize_fsdp takes one or two axes, got {axes}; "
                 f"place {axes[1]!r} with parallelize_replicate first"
             )
-        asked = asked_of(unit, mesh, axes, options, said)
+        asked = asked_of("parallelize_fsdp", unit, mesh, axes, options, said)
     shard_over(unit, mesh, asked)
     return module
 
@@ -112,16 +112,16 @@ class Asked:
 
 
 def asked_of(
-    module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], options: dict[str, Any], said: Said
+    verb: str, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], options: dict[str, Any], said: Said
 ) -> Asked:
     """Sharding over the last of `axes`, looked at; says to the other ranks what it is.
 
     Raises: ParallelError: what cannot be.
     """
     for each in members(module):
-        _refuse_unit(each, axes[-1])
-        _refuse_container(each)
-    refuse_other_order(mesh, axes[-1], "parallelize_fsdp")
+        _refuse_unit(verb, each, axes[-1])
+        _refuse_container(verb, each)
+    refuse_other_order(mesh, axes[-1], verb)
     shard_mesh = on_axes(mesh, axes[-1:])
     slots = [slot for slot in slots_of(module) if _is_free(slot, axes[-1])]
     elsewhere = [slot for slot in slots if _is_elsewhere(slot, mesh, shard_mesh)]
@@ -136,7 +136,7 @@ def asked_of(
     _refuse_twice(slots, axes, left_alone)
     _refuse_what_torch_cannot(taken)
     _refuse_fewer_ranks(taken, options.get("reshard_after_forward"), shard_mesh.size())
-    refuse_placed_elsewhere(taken, module, "parallelize_fsdp")
+    refuse_placed_elsewhere(taken, module, verb)
     ask = options.pop("shard_placement_fn", None)
     _refuse_named([slot for slot in elsewhere if slot.get() not in not_asked], ask)
     return Asked(axes, left_alone, _answers(taken, ask, shard_mesh), options)
@@ -199,20 +199,20 @@ def _on(mesh: DeviceMesh, answer: Any, path: str, ndim: int) -> Any:
     return placement
 
 
-def _refuse_unit(module: nn.Module, axis: str) -> None:
+def _refuse_unit(verb: str, module: nn.Module, axis: str) -> None:
     if isinstance(module, FSDPModule):
         raise ParallelError(
-            f"parallelize_fsdp: axis {axis!r} places this module already: {type(module).__name__} is a "
+            f"{verb}: axis {axis!r} places this module already: {type(module).__name__} is a "
             "sharded unit; apply a strategy once per parameter and axis"
         )
 
 
-def _refuse_container(module: nn.Module) -> None:
+def _refuse_container(verb: str, module: nn.Module) -> None:
     modules = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if modules or isinstance(module, nn.ParameterList | nn.ParameterDict):
         instead = "each of its members" if modules else "the module whose forward reads them"
         raise ParallelError(
-            f"parallelize_fsdp: a {type(module).__name__} has no forward around which its parameters could "
+            f"{verb}: a {type(module).__name__} has no forward around which its parameters could "
             f"be gathered\n  fix: shard {instead}"
         )
 
@@ -239,7 +239,7 @@ def _refuse_what_torch_cannot(slots: Sequence[Slot]) -> None:
     if len(dtypes) > 1:
         said = ", ".join(f"{path} is {dtype}" for dtype, path in dtypes.items())
         raise ParallelError(
-            f"parallelize_fsdp: a unit gathers parameters of one dtype, and {said}\n"
+            f"a sharded unit gathers parameters of one dtype, and {said}\n"
             "  fix: shard the modules of each dtype as units of their own, then the root"
         )
 
@@ -250,7 +250,7 @@ def _refuse_fewer_ranks(slots: Sequence[Slot], reshard: object, size: int) -> No
         return
     if reshard < 1 or size % reshard:
         raise ParallelError(
-            f"parallelize_fsdp: reshard_after_forward={reshard} does not divide the {size} ranks\n"
+            f"reshard_after_forward={reshard} does not divide the {size} ranks\n"
             "  fix: True, False, None, or a number of ranks that divides them"
         )
     if reshard == size:

@@ -37,6 +37,6 @@ def parallelize_hsdp(
         if shard_dim not in axes:
             raise ParallelError(f"parallelize_hsdp: the mesh has no axis {shard_dim!r}; its axes are {axes}")
         others = tuple(axis for axis in axes if axis != shard_dim)
-        asked = asked_of(unit, mesh, (*others, shard_dim), options, said)
+        asked = asked_of("parallelize_hsdp", unit, mesh, (*others, shard_dim), options, said)
     shard_over(unit, mesh, asked)
     return module

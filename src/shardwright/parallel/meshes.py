@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn.parameter import UninitializedParameter
 
 from shardwright.compat import axis_names, root_mesh
+from shardwright.context.submesh import refuse_outside
 from shardwright.errors import ParallelError
 from shardwright.layout.mesh_shape import ranks_of
 from shardwright.tensor.dtensor import DTensor
@@ -75,10 +76,12 @@ def one_axis(mesh: DeviceMesh, verb: str, module: object, of: str) -> str:
 
 
 def refuse_other_order(mesh: DeviceMesh, axis: str, verb: str) -> None:
-    """Raise ParallelError where ranks do not ascend along the axis; on all ranks, also for a slice.
+    """Raise ParallelError on all ranks where they do not ascend along the axis, also for a slice.
 
-    torch sorts the ranks of a group, and what counts places there would give a rank the part of another.
+    torch sorts the ranks of a group, and what counts places there would give a rank the part of another. So
+    it does on a rank that is none of the mesh's: it has no group at all.
     """
+    refuse_outside(mesh, verb, ParallelError)
     root = root_mesh(mesh)
     of = root if axis in axis_names(root) else mesh
     ranks = of.mesh.movedim(axis_names(of).index(axis), -1)
