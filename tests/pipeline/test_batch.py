@@ -35,6 +35,18 @@ def test_a_named_dim_may_have_several_elements_for_each_row():
             micro_batches((), {**given, "patches": wrong}, None, 2, dims)
 
 
+def test_what_is_given_by_position_has_the_names_of_the_forward():
+    """A name of it was no argument of the step."""
+    x, places = torch.zeros(4, 2), torch.arange(12).view(3, 4)
+
+    def forward(tokens, places, *rest, mask=None): ...
+
+    parts = micro_batches((x, places, x), {}, None, 4, {"places": 1, "tokens": 0}, forward)
+    assert [args[1][0].tolist() for args, _, _ in parts] == [[0], [1], [2], [3]]
+    with pytest.raises(ParallelError, match=r"no argument of this step; it has tokens$"):
+        micro_batches((x,), {}, None, 4, {"mask": 1}, forward)
+
+
 def test_a_batch_of_one_row_is_one_micro_batch():
     ((args, _, _),) = micro_batches((torch.zeros(1, 2),), {}, None, 1, {})
     assert args[0].shape == (1, 2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,17 +19,24 @@ Dim = int | str | None
 
 
 def micro_batches(
-    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, n: int, dims: Dims
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    n: int,
+    dims: Dims,
+    forward: Callable[..., Any] | None = None,
 ) -> list[Batch]:
     """`n` equal parts of the arguments and the target, along the batch.
 
     The batch is dim 0 of the first tensor; tensors whose dim 0 is as long are cut, those with one row and
     those without dims are handed to all. `dims` says otherwise by name: the dim of the batch, None for whole.
     A dim that is named may have several elements for each row, one row after another (patches of images).
+    `forward` tells the names of what is given by position.
     Raises: ParallelError: `n` does not divide the batch, or a tensor has another number of rows.
     """
     flat, tree = tree_flatten((args, kwargs, target))
-    named = _dims_of(args, kwargs, target, dims)
+    names = _names(forward, len(args)) if dims and forward is not None else [None] * len(args)
+    named = _dims_of([*zip(names, args, strict=True), *kwargs.items()], target, dims)
     lengths = [
         (isinstance(d, int), x.shape[_place(x, d)])
         for x, d in zip(flat, named, strict=True)
@@ -63,19 +71,30 @@ def _place(x: Tensor, dim: Dim) -> int:
     return dim % x.ndim
 
 
-def _dims_of(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, dims: Dims) -> list[Dim]:
-    """For each leaf, the dim that was given for the argument that it is in."""
+def _names(forward: Callable[..., Any], many: int) -> list[str | None]:
+    """Of so many arguments that are given by position; those of `*args` have none."""
+    parameters = inspect.signature(forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:many]
+    return [*names, *[None] * (many - len(names))]
+
+
+def _dims_of(given: Sequence[tuple[str | None, Any]], target: Any, dims: Dims) -> list[Dim]:
+    """For each leaf, the dim that was given for the argument that it is in.  given: names and values."""
     fix = "batch_dims={argument: dim of its batch}, None for one that is not cut"
     refuse_other_kind("pipeline: batch_dims", dims, Mapping, ParallelError, fix=fix)
-    unknown = [name for name in dims if name not in kwargs]
+    known = [name for name, _ in given if name is not None]
+    unknown = [name for name in dims if name not in known]
     if unknown:
-        raise ParallelError(f"pipeline: batch_dims names {unknown[0]!r}, which is no argument of this step")
-    for name, dim in dims.items():
+        raise ParallelError(
+            f"pipeline: batch_dims names {unknown[0]!r}, which is no argument of this step; it has "
+            f"{', '.join(known) or 'none with a name'}"
+        )
+    for named, dim in dims.items():
         if type(dim) not in (int, type(None)):
-            raise ParallelError(f"pipeline: batch_dims[{name!r}]={dim!r:.60} is no dim\n  fix: {fix}")
-    found: list[Dim] = [_ASK] * len(tree_flatten(args)[0])
-    for name, value in kwargs.items():
-        found += [dims.get(name, _ASK)] * len(tree_flatten(value)[0])
+            raise ParallelError(f"pipeline: batch_dims[{named!r}]={dim!r:.60} is no dim\n  fix: {fix}")
+    found: list[Dim] = []
+    for name, value in given:
+        found += [_ASK if name is None else dims.get(name, _ASK)] * len(tree_flatten(value)[0])
     return found + [_ASK] * len(tree_flatten(target)[0])
 
 

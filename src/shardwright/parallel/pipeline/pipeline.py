@@ -130,7 +130,8 @@ class Pipeline:
                 cut along dim 0; those with one row are handed whole to every micro-batch.
             target: handed to the loss, cut in the same way; tensors in any lists, tuples and dicts.
             count: how many tokens the loss sums on this rank: divides by the count of all ranks of `data`.
-            batch_dims: `{argument: dim of its batch}`, None for a tensor that is not cut.
+            batch_dims: `{argument: dim of its batch}`, None for a tensor that is not cut; names are those of
+                the model's forward, also of what is given by position.
         Returns: the loss of the batch, the same on every rank of the axis (with `count`, of `data` too).
         Raises: ParallelError: on every rank of the axis: the batch is not divisible, the ranks were given
             different ones, what crosses a border cannot be sent, an error of any kind in another stage (there
@@ -219,7 +220,8 @@ class Pipeline:
         error: BaseException | None = None
         batches, said = [], [what]
         try:
-            batches = micro_batches(args, kwargs, target, self.micro_batches, {} if dims is None else dims)
+            named, forward = {} if dims is None else dims, self.module.forward
+            batches = micro_batches(args, kwargs, target, self.micro_batches, named, forward)
             refuse_recording(self.module, kwargs)
             said += [*signature(batches), str(self.module.training), str(autocast(self._device))]
             said.append("no count" if count is None else "a count")
