@@ -44,6 +44,8 @@ CUT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 REFUSED = {
     "a pattern of nothing": (CUT | {"block.*.up": "colwise"}, {}),
     "an unknown word": (CUT | {"head": "columnwise"}, {}),
+    "a misspelled word": (CUT | {"head": "colwis"}, {}),
+    "a misspelled plan": ("atuo", {}),
     "a word of experts": (CUT | {"blocks.*.up": "grouped_gemm"}, {}),
     "a module without parameters": ({"blocks.*": "colwise"}, {}),
     "two words for one parameter": (CUT | {"embedding": "embedding_rowwise", "head": "rowwise"}, {}),
@@ -59,6 +61,8 @@ REFUSED = {
 SAYS = {
     "a pattern of nothing": "no module or parameter is named 'block.*.up'; a star stands for one name",
     "an unknown word": "the plan says of 'head': 'columnwise' is no word of a tensor-parallel plan",
+    "a misspelled word": "'colwis' is no word of a tensor-parallel plan; did you mean 'colwise'?",
+    "a misspelled plan": "'atuo' is no word of a tensor-parallel plan; did you mean 'auto'?",
     "a word of experts": "'grouped_gemm' is a word of expert parallelism",
     "a module without parameters": "'blocks.*' names blocks.0, a Block without parameters of its own; name "
     "what it holds: up, down",

@@ -7,6 +7,7 @@ is too, and who needs either finished finishes it.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -89,7 +90,10 @@ def word(name: str) -> Word:
             "strategy (parallelize_expert_parallel). A tensor plan cuts each expert: 'packed_colwise' for "
             "its gate_up_proj, 'rowwise' for its down_proj"
         )
+    near = difflib.get_close_matches(str(name), [*WORDS, "auto"], n=1)
     raise ParallelError(
-        f"{name!r} is no word of a tensor-parallel plan; there are {', '.join(sorted(WORDS))}; a placement "
-        "by parameter name says the same of any parameter: {'lm_head.weight': {'tp': sw.Shard(0)}}"
+        f"{name!r} is no word of a tensor-parallel plan; did you mean {near[0]!r}?"
+        if near
+        else f"{name!r} is no word of a tensor-parallel plan; there are {', '.join(sorted(WORDS))}; a "
+        "placement by parameter name says the same of any parameter: {'lm_head.weight': {'tp': sw.Shard(0)}}"
     )
