@@ -250,6 +250,9 @@ def _user_domain():
     register_domain("rows", lambda p: {"row": p.data_parallel_shard, "col": p.tensor_parallel})
     context = DeviceMeshParameters(data_parallel_shard=2, tensor_parallel=2).build()
     register_domain("late", {"left": 4})
+    context.add_domain("own", {"left": 2, "right": 2})
+    assert context.mesh_for("own").shape == (2, 2)
+    assert "spans 3 ranks, but the world has 4" in _message(lambda: context.add_domain("three", {"a": 3}))
     rows, late = context.mesh_for("rows"), context.mesh_for("late")
     assert rows["col"]._get_root_mesh() == context.root_mesh
     return tuple(rows.get_coordinate()), tuple(late.get_coordinate())

@@ -73,6 +73,9 @@ def test_text_may_be_written_by_hand():
         (LayoutError, "is not a placement such as", "f32[8] {dp: Owner}"),
         (LayoutError, "is not a placement such as", "f32[8] {dp: Owner(open('x'))}"),
         (LayoutError, "is not 'axis: Placement", "f32[8] {Owner(0)}"),
+        (LayoutError, r"too many positional arguments, of ZigZag\(dim\)", "f32[8] {dp: ZigZag(0, 1)}"),
+        (LayoutError, r"unexpected keyword .*, of Shard\(dim\)", "f32[8] {dp: Shard(0, axis=1)}"),
+        (LayoutError, r"missing a required argument: 'coord'", "f32[8] {dp: Owner()}"),
     ],
 )
 def test_text_that_says_no_layout_is_refused(error, message, text):

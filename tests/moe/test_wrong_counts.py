@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.errors import ConfigError
-from shardwright.moe import GroupedExperts, GroupedLinear
+from shardwright.errors import ConfigError, ParallelError
+from shardwright.moe import ExpertCommunicator, GroupedExperts, GroupedLinear
 from shardwright.parallel import parallelize_replicate
 from shardwright.placement import Shard
 from shardwright.testing import rank_mesh
@@ -80,6 +81,19 @@ def _placed():
             module(torch.ones(3, 4), torch.tensor(counts))
         texts.append(str(refused.value))
     return texts
+
+
+def _announced():
+    communicator = ExpertCommunicator(dist.group.WORLD, 3)
+    for counts in (torch.tensor([1, 1]), torch.tensor([[1, 1, 1]]), torch.ones(3)):
+        with pytest.raises(ParallelError, match="each of the 3 experts gets, in int64 of shape"):
+            communicator.announce(counts)
+    return communicator.announce(torch.tensor([1, 0, 2])).counts.tolist()
+
+
+def test_counts_that_are_announced_are_one_for_each_expert(ranks):
+    """They had been an error of torch about split sizes, or read as other numbers."""
+    assert ranks(2, _announced) == [[2, 0], [4]]
 
 
 def test_weights_that_are_placed_count_the_groups_of_their_rank(ranks):

@@ -183,6 +183,10 @@ def _of_others() -> None:
     with pytest.raises(LayoutError, match="device='cpu': a factory of DTensors takes"):
         sw.zeros(4, device="cpu", device_mesh=mesh)  # type: ignore[call-arg]
     whole = sw.distribute_tensor(torch.ones(4), mesh, [sw.Replicate()])
+    for value in (torch.ones(2), whole, whole.sum()):
+        with pytest.raises(LayoutError, match=r"full: fill_value is a .*Tensor of shape"):
+            sw.full((4,), value, device_mesh=mesh)
+    assert sw.full((4,), torch.tensor(2), device_mesh=mesh).dtype == torch.int64
     with pytest.raises(LayoutError, match="async_op='no' is no bool"):
         whole.redistribute(placements=[sw.Shard(0)], async_op="no")  # type: ignore[arg-type]
 

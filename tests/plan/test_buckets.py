@@ -127,6 +127,9 @@ def test_a_planted_cut_is_found():
 def test_what_cannot_be_packed_is_refused():
     with pytest.raises(PlanError, match="a block of 3 does not divide tensor 0, of 10 elements"):
         sw.pack_blocks([10], [3], 2, itemsize=4)
+    for tensor in (1, -1):
+        with pytest.raises(PlanError, match=f"tensor={tensor} is none of the 1 of this bucket"):
+            pack_blocks([4], [2], 2, itemsize=4).placement(tensor)
     with pytest.raises(PlanError, match="2 lengths, 1 blocks"):
         sw.pack_blocks([10, 2], [5], 2, itemsize=4)
     assert sw.pack_blocks([], [], 4, itemsize=4).share * 4 % 16 == 0

@@ -109,9 +109,10 @@ class DistributedContext:
             )
         return self._meshes[domain]
 
-    def add_domain(self, name: str, spec: DomainSpec) -> None:
+    def add_domain(self, name: str, spec: DomainSpec | Mapping[str, int]) -> None:
         """Make the mesh of one more domain. Collective: every rank calls it (`register_domain` does).
 
+        Args: as those of `register_domain`.
         Raises:
             MeshError: the axes do not multiply to the world.
         """
@@ -179,8 +180,10 @@ class DistributedContext:
         self.close()
 
 
-def _asked(name: str, spec: DomainSpec, parameters: Degrees) -> Mapping[str, int]:
-    """What a function of the degrees says. Raises: MeshError: it is none, or fails."""
+def _asked(name: str, spec: DomainSpec | Mapping[str, int], parameters: Degrees) -> Mapping[str, int]:
+    """A mapping, or what a function of the degrees says. Raises: MeshError: it is none, or fails."""
+    if isinstance(spec, Mapping):
+        return spec
     try:
         return spec(parameters)
     except Exception as error:

@@ -8,6 +8,7 @@ do not say follows: `order(tp, dp)` and `stride(1, 8)`.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import sys
 from math import prod
@@ -183,7 +184,14 @@ def parse_placement(text: str) -> Placement:
 
 def _made(node: ast.expr) -> Placement:
     name, arguments, named = _call(node)
-    placement: Placement = _class_named(name)(*arguments, **named)
+    cls = _class_named(name)
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        said = f"{error}, of {name}({', '.join(signature.parameters)})"
+        raise LayoutError(f"{ast.unparse(node)} is no placement: {said}") from None
+    placement: Placement = cls(*arguments, **named)
     return placement
 
 

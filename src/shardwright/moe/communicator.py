@@ -72,9 +72,17 @@ class ExpertCommunicator:
     def announce(self, counts: Tensor) -> Arrival:
         """Tell every member how many rows its experts will get:  int64 [experts] -> what arrives here.
 
+        Raises: ParallelError: counts of another shape or dtype.
         Cost: one all-to-all of 8 bytes per expert; on an accelerator, one synchronisation with the host.
         """
         members, own = self.group.size(), self.num_local_experts
+        experts = sum(self.experts_of_member)
+        if counts.dtype != torch.int64 or tuple(counts.shape) != (experts,):
+            raise ParallelError(
+                f"ExpertCommunicator.announce: counts say how many rows each of the {experts} experts "
+                f"gets, in int64 of shape ({experts},), got {counts.dtype} of shape {tuple(counts.shape)}\n"
+                f"  fix: torch.bincount(expert_of_row, minlength={experts})"
+            )
         announced = exchange_rows(
             counts,
             [own] * members,

@@ -40,7 +40,9 @@ class Packing:
         return self.ranks * self.share - sum(self.lengths)
 
     def held(self, tensor: int) -> tuple[int, ...]:
-        """How many elements of a tensor each rank holds."""
+        """How many elements of a tensor each rank holds. Raises: PlanError: there is no such tensor."""
+        if not 0 <= tensor < len(self.starts):
+            raise PlanError(f"tensor={tensor} is none of the {len(self.starts)} of this bucket")
         start, stop = self.starts[tensor], self.starts[tensor] + self.lengths[tensor]
         edges = [min(max(rank * self.share, start), stop) for rank in range(self.ranks + 1)]
         return tuple(high - low for low, high in pairwise(edges))

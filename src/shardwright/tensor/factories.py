@@ -7,6 +7,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.layout.layout import Layout
@@ -105,13 +106,19 @@ def full(size: Any, fill_value: Any, **options: Unpack[Options]) -> DTensor:
 
     Args:
         size: a sequence of whole numbers.
-        fill_value: a number; without `dtype` the tensor has the dtype that torch gives it.
+        fill_value: a number, or a plain tensor without dims; without `dtype` the tensor has the dtype that
+            torch gives it.
         options: as of `zeros`.
     Raises: as `zeros`.
     Cost: none.
     """
     kinds = (Number, torch.Tensor, torch.SymInt, torch.SymFloat)
     refuse_other_kind("full: fill_value", fill_value, kinds, LayoutError, fix="a number")
+    if isinstance(fill_value, torch.Tensor) and (fill_value.ndim or isinstance(fill_value, TorchDTensor)):
+        raise LayoutError(
+            f"full: fill_value is a {type(fill_value).__name__} of shape {tuple(fill_value.shape)}\n"
+            "  fix: a number: item() of one element"
+        )
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
     return _filled((size,), fill_value, **options)
