@@ -125,6 +125,8 @@ DRAWS = {
     "bernoulli_ of a tensor": lambda x: (x * 0).bernoulli_(x.sigmoid()),
     "normal of tensors": lambda x: torch.normal(x, x.abs()),
     "dropout": lambda x: functional.dropout(x, 0.4),
+    "rrelu": lambda x: functional.rrelu(x, 0.0, 3.0, training=True),
+    "rrelu_": lambda x: functional.rrelu_(x * 1, 0.0, 3.0, training=True),
     "native dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
     "gumbel softmax": lambda x: functional.gumbel_softmax(x, 0.7),
     "rand": lambda x: sw.rand(5, 7, device_mesh=x.device_mesh, placements=x.placements),

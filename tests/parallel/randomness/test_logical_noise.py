@@ -1,11 +1,14 @@
 """Noise of the rows of a batch under logical dropout: that of the whole batch, whoever holds which rows."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import shardwright as sw
 from shardwright.grads import GradientSynchronizer
 from shardwright.parallel import parallelize
 from tests.parallel.table.worlds import context
@@ -102,3 +105,34 @@ def test_uniform_numbers_are_those_of_the_generator(ranks):
     (one, key), (other, _) = ranks(2, _uniform)
     wanted = (words(8, key) >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)
     assert torch.equal(torch.cat([one, other]), torch.from_numpy(wanted.reshape(4, 2)))
+
+
+def _leaky(tp, inplace):
+    """Slopes of a model that gives -1 everywhere, and the gradient of its bias."""
+    at = context(data_parallel_shard=2, tensor_parallel=tp)
+    at.seed(0, dropout="logical")
+    linear = nn.Linear(2, 2)
+    with torch.no_grad():
+        linear.weight.zero_()
+        linear.bias.fill_(-1.0)
+    table = {"": "fsdp"} | ({"0": "colwise"} if tp > 1 else {})
+    model = parallelize(nn.Sequential(linear, nn.RReLU(0.0, 1.0, inplace)), at, table, report=None)
+    dp = at.mesh_for("batch")["dp"].get_local_rank()
+    before = torch.get_rng_state()
+    with sw.spmd(at.mesh_for("regular")["tp"]) if tp > 1 else nullcontext():
+        slopes = -model(torch.zeros(((1, 3)[dp], 2)))
+        (-slopes).sum().backward()
+    GradientSynchronizer(model).synchronize()
+    torch.set_rng_state(before)
+    key = int(torch.empty((), dtype=torch.int64).random_())
+    slopes = slopes.full_tensor() if tp > 1 else slopes
+    return dp, slopes.detach(), linear.bias.grad.full_tensor(), key
+
+
+@pytest.mark.parametrize(("tp", "inplace"), [(1, False), (1, True), (2, False)])
+def test_random_slopes_are_those_of_the_rows(ranks, tp, inplace):
+    found = ranks(2 * tp, _leaky, tp, inplace)
+    (_, one, gradient, key), (_, other, _, _) = (next(r for r in found if r[0] == dp) for dp in (0, 1))
+    wanted = torch.from_numpy((words(8, key) >> np.uint64(8)).astype(np.float32) * np.float32(2**-24))
+    assert torch.equal(torch.cat([one, other]), wanted.reshape(4, 2))
+    torch.testing.assert_close(gradient, wanted.reshape(4, 2).sum(0))

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import leaky_relu
 
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
@@ -90,6 +91,8 @@ def draw(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(given.get("p"), Tensor):
         made = _chance(given["self"], given["p"], given["generator"])
         return given["self"].copy_(made) if func._schema.is_mutable else made
+    if name in ("rrelu_with_noise", "rrelu_with_noise_"):
+        return _random_slopes(given, in_place=func._schema.is_mutable and name.endswith("_"))
     make = FILLING.get(name.removesuffix("_"))
     x = given.get("self")
     if make is None or not isinstance(x, DTensor) or isinstance(given.get("high"), Tensor):
@@ -211,6 +214,24 @@ def _chance(x: DTensor, probability: Tensor, generator: torch.Generator | None) 
         return NotImplemented
     drawn = made_like(x, lambda source, *_: source.fraction(), {"generator": generator}, torch.float64)
     return (drawn < probability).to(x.dtype)
+
+
+def _random_slopes(given: Mapping[str, Any], *, in_place: bool) -> Any:
+    x, noise = given["self"], given["noise"]
+    if not isinstance(x, DTensor) or not isinstance(noise, DTensor):
+        return NotImplemented
+    if given["training"]:
+        drawn = made_like(x, lambda source, _, dtype: source.slopes(dtype), given, noise.dtype)
+        out = leaky(x, noise, drawn, given["lower"], given["upper"])
+    else:
+        out = leaky_relu(x, (given["lower"] + given["upper"]) / 2)
+    return x.copy_(out) if in_place else out
+
+
+def leaky(x: Tensor, noise: Tensor, fractions: Tensor, lower: float, upper: float) -> Tensor:
+    """`x` by slopes between two numbers where it is not positive; `noise` keeps them for the backward."""
+    noise.copy_(fractions).mul_(upper - lower).add_(lower).masked_fill_(x > 0, 1.0)
+    return x * noise
 
 
 def dropout(x: DTensor, layout: Layout, p: float, train: bool | None) -> tuple[DTensor, DTensor]:

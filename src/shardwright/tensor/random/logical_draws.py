@@ -28,7 +28,7 @@ from shardwright.tensor.random.counter import (
 from shardwright.tensor.random.rows import Scope
 from shardwright.tensor.random.source import CounterSource
 
-_ALONE = MeshShape(("rows",), (1,))
+ALONE = MeshShape(("rows",), (1,))
 
 
 def _chance(source: CounterSource, given: Mapping[str, Any], dtype: torch.dtype) -> Tensor:  # noqa: ARG001
@@ -66,7 +66,7 @@ def draw_of_rows(scope: Scope, func: Op, args: Args, kwargs: Kwargs) -> Any:
     if known is None:
         return NotImplemented
     key, rows = known
-    layout = Layout(_ALONE, (Replicate(),), shape, dtype=dtype)
+    layout = Layout(ALONE, (Replicate(),), shape, dtype=dtype)
     value = make(CounterSource(key, layout, (0,), device, rows), given, dtype)
     if func._schema.is_mutable:
         func(torch.empty(0, dtype=dtype, device=device), *args[1:], **kwargs)  # torch judges the arguments

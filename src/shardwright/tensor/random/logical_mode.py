@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import leaky_relu
 
 from shardwright.compat import TorchDispatchMode
 from shardwright.errors import RuleError
+from shardwright.layout.layout import Layout
+from shardwright.placement.base import Replicate
 from shardwright.rules.call import Args
 from shardwright.rules.op import by_name
-from shardwright.tensor.random.logical_draws import draw_of_rows, is_plain
+from shardwright.tensor.random.counter import leaky
+from shardwright.tensor.random.logical_draws import ALONE, draw_of_rows, is_plain
 from shardwright.tensor.random.philox import blocks, split_key
 from shardwright.tensor.random.rows import Scope
-from shardwright.tensor.random.source import draw_key
+from shardwright.tensor.random.source import CounterSource, draw_key
 
 aten = torch.ops.aten
 _PER_BLOCK = 4
@@ -79,9 +83,30 @@ def _native_dropout(scope: Scope, x: Tensor, p: float, train: bool | None) -> tu
     return x * mask * (0.0 if keep == 0 else 1.0 / keep), mask
 
 
+def _random_slopes(
+    scope: Scope,
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: None = None,  # noqa: ARG001
+) -> Tensor:
+    if not training:
+        return leaky_relu(x, (lower + upper) / 2)
+    key = draw_key(None)
+    layout = Layout(ALONE, (Replicate(),), tuple(x.shape), dtype=x.dtype)
+    source = CounterSource(key, layout, (0,), x.device, scope.rows_of(key))
+    return leaky(x, noise, source.slopes(x.dtype), lower, upper)
+
+
 _DRAWN: dict[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _bernoulli,
     aten.native_dropout.default: _native_dropout,
+    aten.rrelu_with_noise.default: _random_slopes,
+    aten.rrelu_with_noise_.default: lambda scope, x, *args, **kwargs: x.copy_(
+        _random_slopes(scope, x, *args, **kwargs)
+    ),
 }
 
 

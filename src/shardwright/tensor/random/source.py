@@ -54,12 +54,16 @@ class CounterSource:
     device: torch.device
     rows: BatchRows | None = None
 
-    def uniform(self, dtype: torch.dtype) -> Tensor:
-        """In [0, 1), as many bits as the dtype has digits."""
+    def uniform(self, dtype: torch.dtype, first: int | None = None) -> Tensor:
+        """In [0, 1), as many bits as the dtype has digits; `first` as of `_values`."""
         if dtype == torch.float64:
-            return self._values(lambda w: (_unit_double(*w[:2]), _unit_double(*w[2:])), 2, dtype)
+            return self._values(lambda w: (_unit_double(*w[:2]), _unit_double(*w[2:])), 2, dtype, first)
         shift = 32 - _DIGITS.get(dtype, _DIGITS_OF_OTHERS)
-        return self._values(lambda words: tuple(_unit(w, shift) for w in words), 4, torch.float32)
+        return self._values(lambda words: tuple(_unit(w, shift) for w in words), 4, torch.float32, first)
+
+    def slopes(self, dtype: torch.dtype) -> Tensor:
+        """Uniform numbers of each element of activations, whose rows stand as those of a mask."""
+        return self.uniform(dtype, self._first_of_mask())
 
     def inside(self, dtype: torch.dtype) -> Tensor:
         """In (0, 1), both ends excluded, in double precision: what logarithms are taken of."""
@@ -85,8 +89,10 @@ class CounterSource:
 
     def below(self, probability: float) -> Tensor:
         """Whether a draw of 32 bits is below the probability; bool."""
-        first = 0 if self.rows is None else self.rows.first_of(tuple(self.layout.shape))
-        return self._values(lambda w: w, 4, torch.int64, first) < round(probability * 2**32)
+        return self._values(lambda w: w, 4, torch.int64, self._first_of_mask()) < round(probability * 2**32)
+
+    def _first_of_mask(self) -> int:
+        return 0 if self.rows is None else self.rows.first_of(tuple(self.layout.shape))
 
     def _values(
         self, transform: Transform, per_block: int, dtype: torch.dtype, first: int | None = None
