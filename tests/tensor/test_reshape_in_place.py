@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -140,6 +141,51 @@ def _turned_copies() -> None:
 
 def test_copies_of_a_cut_change_their_shape_in_place(ranks) -> None:
     ranks(2, _turned_copies)
+
+
+def _turned_base(x):
+    view = x[:, :, 2:]
+    x.transpose_(0, 2)
+    view.mul_(2)
+    x.add_(1)
+    return x, view
+
+
+def _turned_view(x):
+    view = x[:, :, 2:]
+    part = view[:, 1:]
+    view.transpose_(0, 2)
+    part.mul_(2)
+    return x, view, part
+
+
+def _resized_base(x):
+    view = x[:, :, 2:]
+    x.resize_(3, 20, 4)
+    x.fill_(2)
+    return x, view.sin().shape
+
+
+def _filled_view(x):
+    return torch.cat([x[:, :, 2:] * 2, x[:, :1, 2:] * 3], 1, out=x[:, :, 2:]), x.shape
+
+
+_OF_ANOTHER_SHAPE = (_turned_base, _turned_view, _resized_base, _filled_view)
+
+
+def _of_another_shape(program) -> None:
+    """All views of the three dims are copies here; ranks have parts of different sizes."""
+    warnings.simplefilter("ignore")  # torch says that it resizes what is not empty
+    whole = torch.arange(48.0).view(3, 2, 8)
+    placed = sw.distribute_tensor(whole.clone(), rank_mesh((3,)), [sw.Ragged((3, 1, 1), (0, 1, 2))])
+    for got, wanted in zip(program(placed), program(whole), strict=True):
+        assert torch.equal(got.full_tensor(), wanted) if isinstance(got, torch.Tensor) else got == wanted
+
+
+@pytest.mark.parametrize("program", _OF_ANOTHER_SHAPE)
+def test_what_has_copied_views_gets_another_shape(ranks, program) -> None:
+    """Ranks raised or waited, as the parts of views were told by the new shape."""
+    ranks(3, _of_another_shape, program, timeout=20)
 
 
 def _vector_times_matrix(vector, matrix) -> None:

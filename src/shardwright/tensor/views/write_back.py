@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -82,7 +83,7 @@ def remember(out: Any, func: Op, args: Args, kwargs: Kwargs, *, copied: bool) ->
     for index, view in enumerate(out if several else (out,)):
         if isinstance(view, DTensor) and _origin(view) is None:
             where = index if several else None
-            _origins(view)[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, version_of(base))
+            _origins(view)[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, _version_of(base))
 
 
 def remember_local(
@@ -97,6 +98,27 @@ def replace(known: DTensor, by: DTensor) -> None:
     """Remember of one object what was remembered of another."""
     if _origin(known) is not None:
         _origins(by)[by] = _origins(known).pop(known)
+
+
+def stand_in(before: DTensor, x: DTensor) -> None:
+    """`before` is what `x` was until its sizes change in place: a view where `x` was one, seen by its views.
+
+    What is written into `x` counts as written into `before` too.
+    """
+    replace(x, before)
+    vars(before)[_COUNTS_AS] = ref(x)
+    for origin in list(_origins(x).values()):
+        if origin.base is x:
+            origin.base = before
+
+
+_COUNTS_AS = "_writes_are_counted_by"
+
+
+def _version_of(base: DTensor) -> int | None:
+    """As torch counts, for what stands in for another tensor too."""
+    counted = vars(base).get(_COUNTS_AS, lambda: None)()
+    return version_of(base if counted is None else counted)
 
 
 def is_copy(view: torch.Tensor) -> bool:
@@ -131,7 +153,7 @@ def refresh(view: DTensor) -> None:
     if origin is None:
         return
     refresh(origin.base)
-    version = version_of(origin.base)
+    version = _version_of(origin.base)
     if not origin.copied or (version is not None and version == origin.version):
         return
     with torch.no_grad():  # below autograd, which is about to note the write that made the base another
@@ -195,7 +217,7 @@ def _write_back(view: torch.Tensor, before: Snapshots) -> None:
     elif origin.copied:
         _overlay(view, origin)
     _write_back(origin.base, before)
-    if origin.local is not None and version_of(origin.base) == origin.version:
+    if origin.local is not None and _version_of(origin.base) == origin.version:
         _derive_again(origin.base)
 
 

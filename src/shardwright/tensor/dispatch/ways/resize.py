@@ -16,7 +16,8 @@ from shardwright.tensor.distribute import own_part
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.move import whole_unasked
 from shardwright.tensor.spec import spec_of
-from shardwright.tensor.wrap import offset_of, wrap
+from shardwright.tensor.views import write_back
+from shardwright.tensor.wrap import as_it_was, offset_of, wrap
 
 
 def resize(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
@@ -43,6 +44,7 @@ def _resized(func: Op, x: DTensor, size: Sequence[int], kwargs: Kwargs) -> DTens
     coords = x._spec.coords
     local = whole.new_empty(0) if coords is None else own_part(whole, layout, coords)
     made = wrap(local, spec_of(layout, x.device_mesh, x._spec.use), offset=offset_of(x))
+    write_back.stand_in(as_it_was(x), x)  # in memory of its own from here on
     x.data = made  # what torch knows of sizes and strides
     x._local_tensor, x._spec = made._local_tensor, made._spec
     return x

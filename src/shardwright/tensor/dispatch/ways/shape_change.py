@@ -33,7 +33,7 @@ def reshape_in_place(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     if not torch.is_grad_enabled() and x._is_view() and x.grad_fn is not None:
         raise RuleError(_GRAPH.format(func.name(), func._schema.name.split("::")[1].rstrip("_")))
     before = as_it_was(x)
-    write_back.replace(x, before)
+    write_back.stand_in(before, x)
     view = _out_of_place(func)(before, *args[1:], **kwargs)
     write_back.replace(view, x)
     x._local_tensor, x._spec = view._local_tensor, view._spec
