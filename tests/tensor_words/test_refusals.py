@@ -43,6 +43,7 @@ class Model(nn.Module):
 CUT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 REFUSED = {
     "a pattern of nothing": (CUT | {"block.*.up": "colwise"}, {}),
+    "a pattern behind a wider one": ({"blocks.*.*": "colwise", "blocks.*.down": "rowwise"}, {}),
     "an unknown word": (CUT | {"head": "columnwise"}, {}),
     "a misspelled word": (CUT | {"head": "colwis"}, {}),
     "a misspelled plan": ("atuo", {}),
@@ -59,6 +60,7 @@ REFUSED = {
     "two placements for one parameter": ({"head.*": {"tp": sw.Shard(0)}, "emb*": {"tp": sw.Shard(1)}}, {}),
 }
 SAYS = {
+    "a pattern behind a wider one": "the first one counts\n  fix: put 'blocks.*.down' before it",
     "a pattern of nothing": "no module or parameter is named 'block.*.up'; a star stands for one name",
     "an unknown word": "the plan says of 'head': 'columnwise' is no word of a tensor-parallel plan",
     "a misspelled word": "'colwis' is no word of a tensor-parallel plan; did you mean 'colwise'?",

@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwright.errors import CheckpointError
+from shardwright.tensor.modules.wrappers import OF_TORCH
 
-# What torch.compile and torch's wrapper of activation checkpointing put into names.
-OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-_OF_A_WRAPPER = re.compile("|".join(OF_WRAPPERS))
+_OF_A_WRAPPER = re.compile("|".join(OF_TORCH))
 EXTRA = "_extra_state"
 
 
@@ -47,7 +46,7 @@ def read_model(model: nn.Module) -> ModelState:
         if entries.setdefault(_unwrapped(given), one) is not one:
             raise CheckpointError(
                 f"two entries of the model are called {_unwrapped(given)!r} without what torch's wrappers "
-                f"put into names ({', '.join(OF_WRAPPERS)}): give one of them another name"
+                f"put into names ({', '.join(OF_TORCH)}): give one of them another name"
             )
     objects = _modules_with_objects(model)
     live = {id(x) for m in model.modules() for x in (*m._parameters.values(), *m._buffers.values())}
@@ -92,7 +91,7 @@ def _unwrapped(name: str) -> str:
     """A name without the parts that torch's wrappers add: whole parts only."""
     if not _OF_A_WRAPPER.search(name):
         return name
-    return ".".join(part for part in name.split(".") if part not in OF_WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in OF_TORCH)
 
 
 def _modules_with_objects(model: nn.Module) -> dict[str, nn.Module]:

@@ -24,10 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from shardwright.checkpoint.hugging_face.maps import Link, Map, Shape, listed
-from shardwright.checkpoint.model_state import OF_WRAPPERS, read_model
+from shardwright.checkpoint.model_state import read_model
 from shardwright.errors import CheckpointError, words_of
 from shardwright.index.assemble import unravel
 from shardwright.index.stride import contiguous_stride
+from shardwright.tensor.modules.wrappers import unwrapped
 
 Maps = Sequence[Map] | Map | Literal["auto"]
 
@@ -88,9 +89,7 @@ def _as_made(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     `transformers` knows them by the names of their classes, which `fully_shard` exchanges, and by their
     paths, into which wrappers put names.
     """
-    wrapped = next((one for name, one in module._modules.items() if name in OF_WRAPPERS), None)
-    if wrapped is not None:
-        return _as_made(wrapped, known)
+    module = unwrapped(module)
     if module not in known:
         own: Any = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
         known[module] = plain = object.__new__(own)

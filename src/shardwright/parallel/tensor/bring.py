@@ -29,13 +29,19 @@ def brought_plan(module: nn.Module) -> dict[str, str]:
 
 def _plans(prefix: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     """Of the outermost modules that have one, patterns from the top of the tree."""
-    plan: Any = getattr(module, "_tp_plan", None) or getattr(module, "tp_plan", None)
+    plan: Any = _own(module, "_tp_plan") or _own(module, "tp_plan")
     if isinstance(plan, Mapping) and plan:
         for pattern, word in plan.items():
             yield prefix + pattern, word
         return
     for name, child in module.named_children():
         yield from _plans(f"{prefix}{name}.", child)
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    """An attribute that is not handed on from a module inside, as wrappers do: its names begin there."""
+    is_its_own = name in vars(module) or hasattr(type(module), name)
+    return getattr(module, name, None) if is_its_own else None
 
 
 def _suggestion(module: nn.Module) -> str:

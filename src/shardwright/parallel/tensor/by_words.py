@@ -15,6 +15,7 @@ from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
 from shardwright.layout.of_tensor import layout_of
 from shardwright.moe.cut_tokens import computes_locally
+from shardwright.parallel.tensor.adapters import with_adapters
 from shardwright.parallel.tensor.borders import hang, of_embeddings
 from shardwright.parallel.tensor.cuts import placement_of
 from shardwright.parallel.tensor.said import Said, Spoken, spoken
@@ -44,7 +45,7 @@ def place_by_words(
             shares have some for each of its members.
         sequence: between the blocks, the stream is cut along the sequence.
     """
-    said = spoken(module, words, strict=strict)
+    said = with_adapters(module, spoken(module, words, strict=strict))
     _refuse_placed(said, mesh)
     cuts = _placements(module, said, placed, mesh.size())
     _tell_idle(module, said, cuts)
@@ -74,7 +75,7 @@ def _placements(
     for each in said.parameters:
         if any(fnmatch.fnmatchcase(each.name, pattern) for pattern in placed):
             continue
-        parent = module.get_submodule(each.path.rpartition(".")[0])
+        parent = module.get_submodule(each.home.rpartition(".")[0])
         placement = placement_of(each, parent, n)
         first = chosen.setdefault(each.parameter, (each, placement))
         if first[1] != placement:

@@ -10,6 +10,7 @@ from torch import nn
 from shardwright.errors import ParallelError
 from shardwright.parallel.names import matches
 from shardwright.parallel.tensor.words import Along, Word, word
+from shardwright.tensor.modules.wrappers import stands_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,13 @@ class Said:
 
     Args:
         path: of the module that owns it; "" for the whole.
+        home: of the module in the model's own tree, which may have been wrapped.
         leaf: its name there.
         pattern: that names it.
     """
 
     path: str
+    home: str
     leaf: str
     owner: nn.Module
     parameter: nn.Parameter
@@ -66,7 +69,7 @@ def spoken(module: nn.Module, plan: Mapping[str, str], *, strict: bool) -> Spoke
     named = reached | {found for path, _ in owners if (found := _pattern(path, words)) is not None}
     idle = tuple(p for p in words if p in named - reached and words[p].along is not Along.NONE)
     if strict:
-        _refuse_unknown(module, [p for p in words if p not in named])
+        _refuse_unknown(module, words, [p for p in words if p not in named])
         _refuse_idle(module, idle)
     return Spoken(parameters, modules, idle, strict)
 
@@ -80,27 +83,37 @@ def _checked(pattern: str, name: str) -> Word:
 
 def _parameters(owners: list[tuple[str, nn.Module]], words: Mapping[str, Word]) -> Iterator[Said]:
     for path, owner in owners:
-        of_owner = _pattern(path, words)
+        home = stands_for(path)
+        of_owner = _pattern(path, words) or _pattern(home, words)
         for leaf, parameter in owner._parameters.items():
             if parameter is None:
                 continue
             own = _pattern(f"{path}.{leaf}" if path else leaf, words)
             pattern = of_owner if own is None else own
             if pattern is not None:
-                yield Said(path, leaf, owner, parameter, words[pattern], pattern)
+                yield Said(path, home, leaf, owner, parameter, words[pattern], pattern)
 
 
 def _pattern(path: str, words: Mapping[str, Word]) -> str | None:
     return next((pattern for pattern in words if matches(path, pattern)), None)
 
 
-def _refuse_unknown(module: nn.Module, patterns: list[str]) -> None:
-    if patterns:
-        some = ", ".join(name for name, _ in list(module.named_children())[:6])
-        raise ParallelError(
-            f"parallelize_tensor: no module or parameter is named {patterns[0]!r}; a star stands for one "
-            f"name; {type(module).__name__} has {some}"
-        )
+def _refuse_unknown(module: nn.Module, words: Mapping[str, Word], patterns: list[str]) -> None:
+    if not patterns:
+        return
+    first = patterns[0]
+    for path, owner in module.named_modules(remove_duplicate=False):
+        leaves = (f"{path}.{leaf}".removeprefix(".") for leaf in owner._parameters)
+        if (name := next((name for name in (path, *leaves) if matches(name, first)), None)) is not None:
+            raise ParallelError(
+                f"parallelize_tensor: all that {first!r} names is named by a pattern before it, as {name} "
+                f"is by {_pattern(name, words)!r}, and the first one counts\n  fix: put {first!r} before it"
+            )
+    some = ", ".join(name for name, _ in list(module.named_children())[:6])
+    raise ParallelError(
+        f"parallelize_tensor: no module or parameter is named {first!r}; a star stands for one "
+        f"name; {type(module).__name__} has {some}"
+    )
 
 
 def _refuse_idle(module: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -23,6 +23,7 @@ from shardwright.parallel.tensor.borders import Border, Borders, Gathered
 from shardwright.parallel.tensor.said import Spoken
 from shardwright.parallel.tensor.words import Along
 from shardwright.placement.base import Placement
+from shardwright.tensor.modules.wrappers import unwrapped
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _ADDED = frozenset({"residual", "input_tensor"})  # what modules call the stream that they add to
@@ -81,7 +82,7 @@ def _cut_modules(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement])
     found: dict[nn.Module, Along] = {}
     for each in said.parameters:
         if each.name in cuts and cuts[each.name].is_partition:
-            found[each.owner] = each.word.along
+            found[each.owner] = found[module.get_submodule(each.home)] = each.word.along
     for name, placement in cuts.items():
         if placement.is_partition:
             found.setdefault(module.get_submodule(name.rpartition(".")[0]), Along.NONE)
@@ -91,7 +92,7 @@ def _cut_modules(module: nn.Module, said: Spoken, cuts: Mapping[str, Placement])
 def _blocks(module: nn.Module, cut: set[nn.Module]) -> Iterator[nn.Module]:
     """What the outermost lists hold of which the plan cuts anything; the stream goes through all of it."""
     if isinstance(module, _LISTS) and not cut.isdisjoint(module.modules()):
-        yield from module.children()
+        yield from map(unwrapped, module.children())
     elif module not in cut:
         for child in module.children():
             yield from _blocks(child, cut)
@@ -102,7 +103,7 @@ def _parts(block: nn.Module, along: Mapping[nn.Module, Along], named: Container[
 
     Those too that the plan leaves whole: on some tokens, each rank would make a term of all their gradients.
     """
-    children = [child for child in block.children() if _has_matrices(child)]
+    children = [unwrapped(child) for child in block.children() if _has_matrices(child)]
     opened = {child for child in children if any(_adds_to_the_stream(m, along) for m in child.modules())}
     if not opened and not any(m in named for m in block.modules()) and _stands_side_by_side(block, along):
         return {block: Border(gathers=True, leaves=True)}
