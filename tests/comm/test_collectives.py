@@ -8,14 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.comm import (
-    Recorder,
-    all_gather_uneven,
-    all_reduce,
-    all_reduce_bucketed,
-    all_to_all_uneven,
-    record_decision,
-)
+from shardwright.comm import Recorder, all_gather_uneven, all_reduce, all_to_all_uneven, record_decision
+from shardwright.comm.bucket import sums_in_turn
 from shardwright.comm.functional import reduce_scatter_rows
 from shardwright.errors import PlanError
 
@@ -146,7 +140,10 @@ def bucketed():
         of_rank(rank + i, shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
     with Recorder() as seen:
-        results = all_reduce_bucketed(mine, group, bucket_bytes=64)
+        results = [*mine]
+        for places, sums in sums_in_turn([*mine], [("world", group)], 64, reason="sums"):
+            for place, one in zip(places, sums, strict=True):
+                results[place] = one
     for i, result in enumerate(results):
         assert torch.equal(result, sum(of_rank(peer + i, shapes[i], dtypes[i]) for peer in range(2)))
         assert result.dtype == dtypes[i]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterable, Iterator
@@ -47,6 +49,30 @@ def missing_functions(text: str, files: Iterable[str]) -> list[str]:
         if name.partition(".")[0] in modules
         and not any(_has(file, name) for file in modules[name.partition(".")[0]])
     ]
+
+
+def functions_in(text: str, files: Iterable[str]) -> set[str]:
+    """The last names of the `module.function`s of a text that are in these files."""
+    modules = {Path(file).stem for file in files}
+    dotted = [span for span in _spans(text) if _DOTTED.fullmatch(span)]
+    return {name.rpartition(".")[2] for name in dotted if name.partition(".")[0] in modules}
+
+
+def is_used(name: str) -> bool:
+    """Does the library name it but where it is defined or imported, and where a package hands it on?"""
+    return name in _used()
+
+
+@functools.cache
+def _used() -> frozenset[str]:
+    """The names that the code of the library asks for."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "__init__.py":
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            found |= {node.id for node in nodes if isinstance(node, ast.Name)}
+            found |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return frozenset(found)
 
 
 def rows(text: str, heading: str) -> list[list[str]]:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.docs.named_code import PACKAGE, files_in, guides, missing_files, missing_functions, rows
+from tests.docs.named_code import (
+    PACKAGE,
+    files_in,
+    functions_in,
+    guides,
+    is_used,
+    missing_files,
+    missing_functions,
+    rows,
+)
 from tests.docs.pages import ROOT
 
 _PAGE = ROOT / "docs" / "concepts" / "life_of_a_call.md"
@@ -29,6 +38,15 @@ def test_where_it_is_decided_there_are_such_files_and_functions(row):
     assert not missing_functions(function, files)
     named = {name.partition(".")[0] for name in function.split("`")[1::2]}
     assert named <= {file.rpartition("/")[2].removesuffix(".py") for file in files}, "of another file"
+
+
+def test_what_the_table_names_is_asked_by_the_library():
+    """A function that nothing calls decides nothing: the page had sent a reader to one."""
+    named = {name for _, where, function in _TABLE for name in functions_in(function, files_in(where))}
+    assert len(named) > 50
+    assert not [name for name in sorted(named) if not is_used(name)]
+    assert is_used("sums_in_turn")
+    assert not is_used("all_reduce_bucketed")
 
 
 @pytest.mark.parametrize("question", _QUESTIONS)

@@ -1,6 +1,5 @@
 """Communication: collectives on local tensors, the execution of plans, and the record of both."""
 
-from shardwright.comm.bucket import all_reduce_bucketed
 from shardwright.comm.collectives import all_gather_uneven, all_reduce, all_to_all_uneven
 from shardwright.comm.guard import guarded
 from shardwright.comm.network import use_network
@@ -12,7 +11,6 @@ __all__ = [
     "Recorder",
     "all_gather_uneven",
     "all_reduce",
-    "all_reduce_bucketed",
     "all_to_all_uneven",
     "guarded",
     "record_collective",

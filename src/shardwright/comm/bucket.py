@@ -14,34 +14,17 @@ from shardwright.compat import flatten_dense_tensors, unflatten_dense_tensors
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
-def all_reduce_bucketed(
-    tensors: Sequence[Tensor],
-    group: ProcessGroup,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    *,
-    axis: str = "",
-    reason: str = "",
-) -> list[Tensor]:
-    """Sum every tensor over the group; the results are views of the reduced buckets, in the order given.
-
-    All ranks must pass tensors of the same shapes and dtypes in the same order, to form the same buckets.
-    Cost: each rank sends 2(n-1)/n of the bytes, one collective per bucket of at most `bucket_bytes`
-    (a larger tensor is a bucket by itself).
-    """
-    results: list[Tensor] = list(tensors)
-    for positions, pieces in sums_in_turn(list(tensors), [(axis, group)], bucket_bytes, reason=reason):
-        for i, piece in zip(positions, pieces, strict=True):
-            results[i] = piece
-    return results
-
-
 def sums_in_turn(
     tensors: list[Tensor], groups: Sequence[tuple[str, ProcessGroup]], bucket_bytes: int, *, reason: str
 ) -> Iterator[tuple[list[int], Sequence[Tensor]]]:
     """One bucket after another: the places of its tensors, and their sums over the groups of all axes.
 
+    All ranks pass tensors of the same shapes and dtypes in the same order, to form the same buckets. Sums are
+    views of the reduced bucket.
     A tensor leaves the list as its bucket is sent: where nobody else holds it, one bucket is in memory twice,
     and no more.
+    Cost: each rank sends 2(n-1)/n of the bytes over each axis, one collective per bucket of at most
+        `bucket_bytes` (a larger tensor is a bucket by itself).
     """
     for positions in [*_buckets(tensors, bucket_bytes)]:
         members = [tensors[i] for i in positions]
