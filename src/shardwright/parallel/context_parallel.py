@@ -115,6 +115,9 @@ def cut_sequence(
         batch: a tensor, or tensors in lists, tuples and dicts; what has no such dim is left as it is.
         mesh: of one axis, or of several of which the last is cut and the others replicate.
         dim: of the sequence.
+        placement: a partition of a dim, made of the dim: `sw.ZigZag`, `sw.Shard`.
+    Returns: as `batch`.
+    Raises: ParallelError: a mesh without axis names, a dim that is no number, no such placement.
     Cost: none; each rank keeps its part.
     """
     names = named_axes(mesh, "cut_sequence")

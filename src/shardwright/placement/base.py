@@ -346,7 +346,7 @@ class Pending(Placement):
         return None
 
     def in_domain(self, x: Tensor) -> bool:  # noqa: ARG002 - no limit unless a class has one
-        """Whether the law holds for this value (dtypes, signs)."""
+        """Whether the law holds for this value (dtypes, signs); without an own one, for every value."""
         return True
 
     @property

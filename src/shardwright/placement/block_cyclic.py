@@ -13,7 +13,11 @@ from shardwright.placement.base import HeldBy
 
 @dataclass(frozen=True, repr=False)
 class BlockCyclic(AlongDim):
-    """Block b (of `block` indices, the last one short) belongs to coord b % n."""
+    """Block b (of `block` indices, the last one short) belongs to coord b % n.
+
+    Args: dim: of the tensor, counted from the last if negative. block: indices, 1 or more.
+    Raises: PlacementError: either is no such number.
+    """
 
     dim: int
     block: int

@@ -20,7 +20,8 @@ class Fused(AlongDim):
     or, where `units` are given, as `Ragged(units)` does: heads that the axis does not divide.
     `Fused(d, (1,) * k)` is `Interleaved(d, k)`.
 
-    Args: units: one count per coord, zeros allowed.
+    Args: dim: of the tensor. parts: a number for each run. units: one count per coord, zeros allowed.
+    Raises: PlacementError: they are no such numbers.
     """
 
     dim: int

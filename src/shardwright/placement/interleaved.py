@@ -18,6 +18,8 @@ class Interleaved(AlongDim):
 
     Coord i holds piece i of the first run, then piece i of the second, and so on. With `chunks` = the number
     of shards of a later axis this is torch's private strided shard.
+    Args: dim: of the tensor, counted from the last if negative. chunks: 1 or more.
+    Raises: PlacementError: either is no such number.
     """
 
     dim: int

@@ -16,7 +16,11 @@ _FEW_COORDS = 4096
 
 @dataclass(frozen=True, repr=False, init=False)
 class Owner(Partition):
-    """`coord` holds the whole tensor; every other coord an empty one of shape (0, *shape[1:])."""
+    """`coord` holds the whole tensor; every other coord an empty one of shape (0, *shape[1:]).
+
+    Args: coord: 0 or larger; a layout asks that its axis has it.
+    Raises: PlacementError: it is no such number.
+    """
 
     undivided = True
 

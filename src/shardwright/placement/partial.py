@@ -115,6 +115,8 @@ class Partial(TorchPartial, Pending):
     norm2: the length of the terms. Where all but one are 0 it is that one, with its sign: terms of a length
     are not negative, and a negative number that is written into one in place has a term of its own.
     Equal to, hashed like, and an instance of torch's `Partial`.
+    Args: reduce_op: one of these names.
+    Raises: PlacementError: another one.
     """
 
     any_size = True

@@ -24,6 +24,7 @@ class Ragged(OfFlatDims):
 
     Consecutive, the last shares clamped at the end, so `Ragged((1,) * n, (d,))` is `Shard(d)`.
     Args: units: one count per coord, zeros allowed. dims: ascending.
+    Raises: PlacementError: they are no such numbers.
     """
 
     units: tuple[int, ...]

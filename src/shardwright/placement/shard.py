@@ -27,6 +27,8 @@ class Shard(TorchShard, AlongDim):
     """Coord i holds piece i of `torch.chunk(x, n, dim)`, empty where there are fewer pieces.
 
     Equal to, hashed like, and an instance of torch's `Shard`.
+    Args: dim: of the tensor, counted from the last if negative.
+    Raises: PlacementError: it is no number.
     """
 
     def __init__(self, dim: int) -> None:

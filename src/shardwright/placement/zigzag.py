@@ -14,7 +14,11 @@ from shardwright.placement.shard import chunk_bounds
 
 @dataclass(frozen=True, repr=False, init=False)
 class ZigZag(AlongDim):
-    """The dim is cut in 2n pieces as `torch.chunk` does; coord i holds pieces i and 2n - 1 - i."""
+    """The dim is cut in 2n pieces as `torch.chunk` does; coord i holds pieces i and 2n - 1 - i.
+
+    Args: dim: of the tensor, counted from the last if negative.
+    Raises: PlacementError: it is no number.
+    """
 
     dim: int
 

@@ -261,6 +261,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
     def full_tensor(self, *, grad_placements: PlacementsArgument | None = None) -> torch.Tensor:
         """The logical tensor, whole and finished, on every rank; differentiable.
 
+        Args: grad_placements: where the gradient is brought, as in `to_local`.
         Cost: a redistribution to Replicate on all axes.
         """
         return above.replicated(self).to_local(grad_placements=grad_placements)
