@@ -11,7 +11,7 @@ import shardwright as sw
 from shardwright.testing.meshes import rank_mesh
 from tests.tiers import only
 
-from .cases import close, full, layouts_of, mesh, place
+from .cases import check_op, close, full, layouts_of, mesh, place
 
 
 def _logits(rows):
@@ -128,6 +128,26 @@ def _other_losses():
 @pytest.mark.parametrize("world", only([3], [2, 3]))
 def test_other_losses_are_means_over_the_whole_batch(ranks, world):
     ranks(world, _other_losses)
+
+
+def _losses_of_one_row():
+    one, several = torch.tensor(3), torch.tensor([2, 5, -1, 3, 3, 0, 1])
+    for function, x, target in (
+        (functional.multi_margin_loss, full(7), one),
+        (functional.multi_margin_loss, full(7), one[None]),
+        (functional.multilabel_margin_loss, full(7), several),
+        (functional.multilabel_margin_loss, full(1)[0], torch.zeros(1, dtype=torch.int64)),
+    ):
+        for layout in layouts_of(x.dim()):
+            check_op(
+                lambda a, t, f=function: f(a, t, reduction="none"),
+                (x, target),
+                (layout, [sw.Replicate()] * mesh().ndim),
+            )
+
+
+def test_the_margin_loss_of_one_row_has_the_shape_that_one_device_gives_it(ranks):
+    ranks(2, _losses_of_one_row)
 
 
 def _losses_of_nothing():

@@ -43,8 +43,9 @@ def multi_margin(call: Call) -> Formula | None:
     rows = _rows(call)
     if rows is None:
         return None
-    made = rows or "()" if call.arg("reduction") == _NONE else "()"
-    return formula(f"{rows} c!, {_of_one_class(call, rows)}, c! -> {made}", reduce="sum")
+    classes = _of_one_class(call, rows)
+    made = classes if call.arg("reduction") == _NONE else "()"
+    return formula(f"{rows} c!, {classes}, c! -> {made}", reduce="sum")
 
 
 @register_rule(_FORWARD[1])

@@ -86,6 +86,21 @@ def _of_shift(op: Callable[..., torch.Tensor], x: torch.Tensor, by: Any) -> torc
     return (torch.bitwise_left_shift if x.dtype == torch.bool else op)(x, by)
 
 
+def _of_multi_margin(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """torch's own gives the loss of one row a dim; the kernel gives it the shape of the target."""
+    made: torch.Tensor = torch.ops.aten.multi_margin_loss(x, target, *rest)
+    return made.reshape(target.shape) if made.dim() > target.dim() else made
+
+
+def _of_multilabel_margin(
+    x: torch.Tensor, target: torch.Tensor, reduction: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's own gives the loss of one row a dim, and takes a number for one class in one shape only."""
+    given = x.reshape(target.shape) if x.numel() == target.numel() == 1 else x
+    loss, named = torch.ops.aten.multilabel_margin_loss_forward(given, target, reduction)
+    return (loss.reshape(()) if x.dim() <= 1 else loss), named
+
+
 def _of_upsampling(
     op: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any
 ) -> torch.Tensor:
@@ -103,6 +118,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "aten::_grouped_mm": grouped_product,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
     "aten::linalg_vector_norm": _of_vector_norm,
+    "aten::multi_margin_loss": _of_multi_margin,
+    "aten::multilabel_margin_loss_forward": _of_multilabel_margin,
     "aten::nan_to_num_": lambda x, *_: x,  # torch's, of complex numbers, asks which are -inf
     "aten::native_group_norm_backward": _of_group_norm_backward,
     "aten::view_copy": _of_view_copy,
