@@ -140,6 +140,20 @@ class Registered(nn.Module):
         return self.norm(x)
 
 
+class Late(Registered):
+    """What is called first is registered last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def _steps(model, cuts, rows=4, micro=2, stages=None, **given):
     mesh = rank_mesh((2,), ("pp",))
     parallelize_pipeline(model, mesh, cuts, stages=stages)
@@ -155,6 +169,8 @@ def _border(what):
         return _steps(Hands("object"), ["second"])
     if what == "registered":
         return _steps(Registered(), ["layers.1"])
+    if what == "late":
+        return _steps(Late(), ["layers.1"])
     if what == "rows":
         return _steps(Hands(""), ["second"], rows=5)
     return _steps(Hands(""), ["second"], target=torch.ones(3))
@@ -165,6 +181,10 @@ def _border(what):
     [
         ("object", "pick returns a Box, and what a stage hands to the next is tensors"),
         ("registered", "fix: parallelize_pipeline(..., stages={'norm': 1})"),
+        (
+            "late",
+            "after first\n  fix: parallelize_pipeline(..., stages={'layers.0': 1}), or {'first': 0} where",
+        ),
         ("rows", "2 micro-batches do not divide a batch of 5 rows; choose micro_batches from 1, 5"),
         ("target", "a tensor of shape (3,) beside a batch of 4 rows"),
     ],

@@ -269,10 +269,20 @@ class Run:
                 f"{key} is held by stage {held}, which has called it, and stage {self.stage} calls it again\n"
                 f"  fix: parallelize_pipeline(..., stages={{{key!r}: {(held, self.stage)}}})"
             )
+        # What this stage has called by then may be what stands in the wrong one.
+        first = next((call.key for call in self.trees if call.key != key), None)
+        after, other = "", ""
+        if first is not None:
+            after = f", after {first}"
+            other = (
+                f", or {{{first!r}: {held}}} where {first} belongs to stage {held} too ({held, self.stage} "
+                "where both call it)"
+            )
         return (
             f"{key} is held by stage {held}, for it is registered before the cuts after it, and is called in "
-            f"stage {self.stage}\n  fix: parallelize_pipeline(..., stages={{{key!r}: {self.stage}}}); if "
-            f"stage {held} has computed it, call it there as a module: layer(x), not layer.forward(x)"
+            f"stage {self.stage}{after}\n  fix: parallelize_pipeline(..., stages={{{key!r}: {self.stage}}})"
+            f"{other}; if stage {held} has computed it, call it there as a module: layer(x), not "
+            "layer.forward(x)"
         )
 
 
