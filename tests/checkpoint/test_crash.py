@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from shardwright.checkpoint import save, save_hf
-from shardwright.checkpoint.hugging_face.under_way import metadata
+from shardwright.checkpoint.hugging_face.under_way import before_named, metadata
 from shardwright.checkpoint.storage import disk
 from shardwright.checkpoint.storage.folder_names import Journal
 from shardwright.checkpoint.storage.owner import saves_here, this_process
@@ -18,6 +18,7 @@ from shardwright.checkpoint.storage.writer import header_of
 from shardwright.errors import CheckpointError
 from shardwright.testing.rank_errors import RankError
 from tests.checkpoint.crash_program import deaths_of_exports
+from tests.checkpoint.faults.inject import no_locks
 from tests.checkpoint.faults.ranks import Ranks, attempts
 from tests.tiers import all_but, only
 
@@ -100,6 +101,15 @@ def test_what_no_journal_and_no_header_proves_stays(tmp_path: Path) -> None:
     }
 
 
+def test_a_file_of_an_export_that_was_rolled_back_goes_by_its_header(tmp_path: Path) -> None:
+    """A rank that had not heard of the end of rank 0 made it when the journal was gone."""
+    save = "0123456789abcdef"
+    late = tmp_path / before_named("model-00002-of-00003.safetensors", save)
+    late.write_bytes(header_of([], metadata(save)))
+    save_hf(nn.Linear(1, 1), tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 @pytest.mark.filterwarnings("ignore:this file system has no locks")
 def test_without_locks_the_journal_of_an_export_says_that_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,8 +132,19 @@ def test_without_locks_the_journal_of_an_export_says_that_it_has_ended(
     saves_here.discard(save)
 
 
-def no_locks(path: Path) -> None:
-    raise disk.NoLocksError(95, "this file system has no locks (flock)", str(path))
+@pytest.mark.filterwarnings("ignore:this file system has no locks")
+def test_without_locks_an_export_keeps_the_journal_of_a_save_whose_data_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "lock_folder", no_locks)
+    save = "0123456789abcdef"
+    journal = Journal(save, (), replace(this_process(), since="0")).text
+    (tmp_path / f"saving-{save}.json").write_bytes(journal)
+    (tmp_path / f"data-{save}-00000-000.safetensors").write_bytes(header_of([], metadata(save)))
+    before = everything_below(tmp_path)
+    with pytest.raises(CheckpointError, match=f"holds data-{save}"):
+        save_hf(nn.Linear(1, 1), tmp_path)
+    assert everything_below(tmp_path) == before
 
 
 @pytest.mark.slow

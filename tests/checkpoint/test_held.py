@@ -79,7 +79,8 @@ def test_large_tensors_take_no_memory_of_their_own(tmp_path: Path, monkeypatch: 
     save(tmp_path / "c", plain(filled=True))
     able, guard = pages._mlock(), pages._cut_short()
     held = able is not None and guard is not None and not able(0, 0)
-    for lock, guarded, apart in ((able, guard, 0 if held else 3), (lambda *_: -1, guard, 3), (able, None, 3)):
+    cases = ((able, guard, 0 if held else 3), (lambda *_: -1, guard, 3), (None, guard, 3), (able, None, 3))
+    for lock, guarded, apart in cases:
         monkeypatch.setattr(pages, "_mlock", lambda lock=lock: lock)
         monkeypatch.setattr(pages, "_cut_short", lambda guarded=guarded: guarded)
         asked.clear()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -408,24 +405,6 @@ def test_an_export_that_cannot_be_leaves_no_folder(tmp_path: Path, most: Any) ->
     with pytest.raises(CheckpointError, match="has no tensors"):
         save_hf(nn.ReLU(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_an_index_that_the_disk_refuses_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The files had their names by then, and the next export was refused for them."""
-    with monkeypatch.context() as full:
-        full.setattr(os, "writev", partial(_refused_if_small, os.writev))
-        with pytest.raises(CheckpointError, match="No space left"):
-            save_hf(nn.Linear(64, 64), tmp_path / "out", max_shard_size=1000)
-    assert not (tmp_path / "out").exists()
-    save_hf(nn.Linear(64, 64), tmp_path / "out", max_shard_size=1000)
-
-
-def _refused_if_small(write: Any, handle: int, pieces: list[Any]) -> int:
-    if b"weight_map" in bytes(pieces[0]):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return int(write(handle, pieces))
 
 
 def test_elements_that_the_format_has_no_name_for_are_refused(tmp_path: Path) -> None:

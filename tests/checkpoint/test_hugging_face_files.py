@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,11 @@ from torch import nn
 
 from shardwright import Shard, distribute_module
 from shardwright.checkpoint import load_hf, rename, save_hf
+from shardwright.checkpoint.storage import disk
 from shardwright.errors import CheckpointError
 from shardwright.parallel import parallelize_fsdp, parallelize_pipeline, parallelize_replicate
 from shardwright.testing import rank_mesh
+from tests.checkpoint.faults.inject import no_locks
 
 Ranks = Callable[..., list[Any]]
 
@@ -143,3 +148,24 @@ def test_a_tied_tensor_that_files_hold_twice_is_the_same_there(ranks: Ranks, tmp
         save_file({"embedding.weight": one, "head.weight": head}, tmp_path / name / "model.safetensors")
     first, second = ranks(2, load_both_names, tmp_path)
     assert first == second
+
+
+@pytest.mark.filterwarnings("ignore:this file system has no locks")
+@pytest.mark.parametrize("lock", [disk.lock_folder, no_locks], ids=["locks", "no locks"])
+def test_an_index_that_the_disk_refuses_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: Callable[[Path], Any]
+) -> None:
+    """The files had their names by then, and the next export was refused for them."""
+    with monkeypatch.context() as full:
+        full.setattr(disk, "lock_folder", lock)
+        full.setattr(os, "writev", partial(_refused_if_small, os.writev))
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_hf(nn.Linear(64, 64), tmp_path / "out", max_shard_size=1000)
+    assert not (tmp_path / "out").exists()
+    save_hf(nn.Linear(64, 64), tmp_path / "out", max_shard_size=1000)
+
+
+def _refused_if_small(write: Any, handle: int, pieces: list[Any]) -> int:
+    if b"weight_map" in bytes(pieces[0]):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return int(write(handle, pieces))

@@ -7,7 +7,9 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from shardwright.checkpoint.storage import disk
 
 CHANGING = ("open", "mkdir", "writev", "fsync", "rename", "unlink", "rmdir")
 READING = ("open", "preadv", "stat", "listdir")
@@ -63,3 +65,8 @@ def failing(
 
 
 CODES = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC}
+
+
+def no_locks(path: Path) -> NoReturn:
+    """In place of `disk.lock_folder`: a file system without `flock`."""
+    raise disk.NoLocksError(errno.EOPNOTSUPP, "this file system has no locks (flock)", str(path))
