@@ -34,6 +34,7 @@ REFUSED = {
     "classes in a matrix": (functional.nll_loss, _X, torch.zeros(4, 4).long()),
     "rows of a vector": (functional.embedding, _INDEX, _X[0]),
     "a grid without dims": (_SAMPLE, _IMAGE, _X),
+    "windows of a matrix": (functional.max_pool2d, _X, 2),
 }
 BY_SHAPE = {
     "softmax along a dim that is not there": (torch.softmax, _X, 3),

@@ -214,9 +214,10 @@ def _errors_of_kernels(func: Op, args: Args, kwargs: Kwargs) -> Iterator[None]:
     """torch's functions without data raise other kinds of errors, in Python, than its kernels."""
     try:
         yield
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, IndexError, ValueError) as error:
         ours = [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)]
-        raise said_by_kernel(func, args, kwargs, ours) or RuntimeError(str(error)) from None
+        kind = IndexError if isinstance(error, IndexError) else RuntimeError
+        raise said_by_kernel(func, args, kwargs, ours) or kind(str(error)) from None
 
 
 def _refuse_what_does_not_fit(
