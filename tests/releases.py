@@ -12,7 +12,6 @@ _BROUGHT: dict[tuple[int, int], dict[str, str]] = {
     (2, 13): {
         "*zero_bubble*": "gradients of weights where a backward is taken apart",
         "*/test_pieces_for_torch.py::test_stages_of_torchs_pipelines*": "strided cuts in stages",
-        "*/test_corpus.py::test_no_op_is_stored_that_is_not_tried": "_foreach_clone and others",
         "*/test_default_device.py::*training]": "optimizers whose counts lie beside their states",
         "*/test_default_device.py::*checkpoints]": "optimizers whose counts lie beside their states",
         "*/test_forms.py::*": "linear_cross_entropy",

@@ -33,6 +33,8 @@ def test_a_sample_of_the_corpus_is_as_stored(ranks):
 
 
 def test_no_op_is_stored_that_is_not_tried():
+    if stored.stored_version() != stored.version():
+        pytest.skip(f"stored with torch {stored.stored_version()}, which has other ops")
     tried = {(family, unit.op) for unit in every_unit() for family in unit.families}
     assert tried >= set(stored.read())
 

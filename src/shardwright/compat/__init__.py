@@ -1,6 +1,6 @@
 """Everything that differs between the supported versions of torch, and the private names that others use.
 
-Supported: torch 2.11 to 2.13. Nothing else in the package asks for a version.
+Supported: torch 2.11 to 2.14. Nothing else in the package asks for a version.
 """
 
 from __future__ import annotations
@@ -234,8 +234,14 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
     return bool(op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
+def argument_name(op: str, position: int) -> str:
+    """What this release calls an argument of an op: `grad` of `_cdist_backward`, from 2.14 `grad_output`."""
+    namespace, _, name = op.partition("::")
+    return str(getattr(getattr(torch.ops, namespace), name).default._schema.arguments[position].name)
+
+
 # The releases of torch that were tried, first and last; pyproject.toml asks for these.
-TRIED = ("2.11", "2.13")
+TRIED = ("2.11", "2.14")
 
 
 def warn_if_untried(version: str) -> None:

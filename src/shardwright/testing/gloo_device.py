@@ -26,9 +26,11 @@ class _OfOneDevice(_Gloo):  # type: ignore[misc]
     _device: Any = None
     _of_parent: Any = None
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
         options = _Gloo._Options()
         options._devices, options._timeout = [self._device_of_process()], timeout
+        for name, value in others.items():  # what later releases add (2.14: enable_reconfigure)
+            setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -76,7 +77,10 @@ def read_file(source: Path) -> Iterator[tuple[Steps, Any]]:
         raise CheckpointError(f"{source} cannot be read: {reason_of(error)}") from None
     try:
         mapped = zipfile.is_zipfile(source)  # torch's first format is none
-        found = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            # Torch 2.14 says that it looks at each element of a sparse tensor, which is refused below.
+            warnings.filterwarnings("ignore", "Validating sparse tensor")
+            found = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # noqa: BLE001  a pickle that somebody made to harm may raise anything
         raise CheckpointError(
             f"{source} is no file of torch.save, or cannot be read without executing it (of modules and "

@@ -29,6 +29,7 @@ STANDARD = {
 _AS_BYTES = (
     "complex128",
     "complex32",
+    "bcomplex32",  # from torch 2.14 on
     "float8_e8m0fnu",
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
@@ -40,7 +41,7 @@ _AS_BYTES = (
     "bits4x2",
 )
 
-DTYPES = {name: getattr(torch, name) for name in (*STANDARD, *_AS_BYTES)}
+DTYPES = {name: getattr(torch, name) for name in (*STANDARD, *_AS_BYTES) if hasattr(torch, name)}
 ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FROM_STANDARD = {standard: name for name, standard in STANDARD.items()}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from shardwright.compat import argument_name
 from shardwright.rules.call import Call, TensorInfo
 from shardwright.rules.catalog.labels import join, letters
 from shardwright.rules.formula import Formula, formula
@@ -105,7 +106,7 @@ rule(
     "aten::_cdist_backward",
     "... m n, ... m _, ... n _, ... m n -> ... m _",
     reduce="sum",
-    hom="grad: sum->sum",
+    hom=f"{argument_name('aten::_cdist_backward', 0)}: sum->sum",
 )
 
 for _name in ("_fft_r2c", "_fft_c2r", "_fft_c2c"):
