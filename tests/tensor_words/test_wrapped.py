@@ -12,8 +12,10 @@ import shardwright as sw
 from shardwright.parallel import parallelize_tensor
 from shardwright.parallel.names import matches
 from shardwright.testing.meshes import rank_mesh
-from tests.models.configs import BY_NAME, batch_of
+from tests.models.configs import batch_of
 from tests.witness.witness import Witness
+
+from .programs import architecture_of
 
 
 class Adapted(nn.Module):
@@ -70,7 +72,7 @@ WRAPPED = {
 def _built(wrap):
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    return wrap(BY_NAME["llama"].build())
+    return wrap(architecture_of("llama, odd").build())
 
 
 def _sent(mesh, model, batch):
@@ -84,7 +86,7 @@ def _sent(mesh, model, batch):
 
 def _step(how, sequence):
     """Where each matrix lives, and what a forward sends, with wrappers and without; beside one device."""
-    mesh, batch = rank_mesh((2,), ("tp",)), batch_of(BY_NAME["llama"], 2)
+    mesh, batch = rank_mesh((2,), ("tp",)), batch_of(architecture_of("llama, odd"), 2)
     whole, model, plain = (_built(wrap) for wrap in (WRAPPED[how], WRAPPED[how], lambda model: model))
     for one in (model, plain):
         parallelize_tensor(one, mesh, "auto", sequence_parallel=sequence)
@@ -102,7 +104,12 @@ def _step(how, sequence):
 
 
 _PUT_IN = re.compile(r"base_model\.|_checkpoint_wrapped_module\.|base_layer\.|layers\.\d+\.")
-_OF_ADAPTERS = {"q_proj.lora_B": sw.Shard(0), "o_proj.lora_A": sw.Shard(1), "up_proj.lora_B": sw.Shard(0)}
+# What is cut of an adapter, and whose cut it has: of heads of which one rank has more.
+_OF_ADAPTERS = {
+    "q_proj.lora_B": "model.self_attn.q_proj.weight",
+    "o_proj.lora_A": "model.self_attn.o_proj.weight",
+    "up_proj.lora_B": "model.mlp.up_proj.weight",
+}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_the_plan_of_a_model_reaches_what_wrappers_hold(ranks, how, sequence):
         adapters = {name: named.pop(name) for name in list(named) if "lora" in name}
         assert named == {_PUT_IN.sub("", name): placement for name, placement in plain.items()}
         cut = {".".join(n.split(".")[2:4]): p for n, p in adapters.items() if p.is_partition}
-        assert cut == (_OF_ADAPTERS if adapters else {})
+        assert cut == ({n: named[of] for n, of in _OF_ADAPTERS.items()} if adapters else {})
         assert sent == wanted
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator
 from functools import partial
 
 from shardwright.compat.dynamo import never_traced
@@ -16,9 +15,26 @@ from shardwright.tensor.dtensor import DTensor
 
 class _Mode(threading.local):
     explicit = False  # is an implicit redistribution refused in this thread?
+    before: tuple[bool, ...] = ()  # what was, outside of each block that is open
 
 
 here = _Mode()
+
+
+class _Turned(AbstractContextManager[None], ContextDecorator):
+    """Of a generator Dynamo would run the two ends while it reads, and leave nothing of them (torch 2.14)."""
+
+    def __init__(self, explicit: bool) -> None:
+        self._explicit = explicit
+
+    @never_traced
+    def __enter__(self) -> None:
+        here.before, here.explicit = (*here.before, here.explicit), self._explicit
+
+    @never_traced
+    def __exit__(self, *error: object) -> None:
+        *outer, here.explicit = here.before
+        here.before = tuple(outer)
 
 
 @partial(
@@ -29,21 +45,12 @@ def explicit() -> AbstractContextManager[None]:
 
     Of what is compiled, where it is compiled: a graph that was made outside of a block says nothing in it.
     """
-    return _turned(True)
+    return _Turned(True)
 
 
 def implicit() -> AbstractContextManager[None]:
     """Within the block nothing is refused, whatever the blocks around it are: nothing there really runs."""
-    return _turned(False)
-
-
-@contextmanager
-def _turned(explicit: bool) -> Iterator[None]:
-    before, here.explicit = here.explicit, explicit
-    try:
-        yield
-    finally:
-        here.explicit = before
+    return _Turned(False)
 
 
 def refuse_exchange(op: str, sent: int, what: str) -> None:

@@ -31,7 +31,8 @@ def _of_one(module: nn.Module, said: Said) -> Iterator[Said]:
         return
     features = said.parameter.shape[dim]
     for path, child in module.get_submodule(said.home).named_modules(prefix=said.home):
-        if type(child) is nn.Linear and child is not said.owner:
+        weight = child._parameters.get("weight")
+        if type(child) is nn.Linear and child is not said.owner and weight is not None:
             outputs = said.word.along is Along.OUTPUTS
             if features == (child.out_features if outputs else child.in_features):
-                yield replace(said, path=path, leaf="weight", owner=child, parameter=child.weight)
+                yield replace(said, path=path, leaf="weight", owner=child, parameter=weight)

@@ -103,7 +103,7 @@ def _parts(block: nn.Module, along: Mapping[nn.Module, Along], named: Container[
 
     Those too that the plan leaves whole: on some tokens, each rank would make a term of all their gradients.
     """
-    children = [unwrapped(child) for child in block.children() if _has_matrices(child)]
+    children = [child for child in block.children() if _has_matrices(child)]
     opened = {child for child in children if any(_adds_to_the_stream(m, along) for m in child.modules())}
     if not opened and not any(m in named for m in block.modules()) and _stands_side_by_side(block, along):
         return {block: Border(gathers=True, leaves=True)}
