@@ -56,8 +56,23 @@ PART, INTO, OUT_OF = Border(gathers=True, leaves=True), Border(gathers=True), Bo
 CUTS, AS_IT_IS = Border(cuts=True), Border()
 
 
-def _borders(words):
+class Adapted(nn.Module):
+    """What stands in place of a matrix, by the name that PEFT gives it."""
+
+    def __init__(self, base) -> None:
+        super().__init__()
+        self.base_layer = base
+
+
+def _adapted():
     model = Model()
+    for name in ("wide", "narrow"):
+        setattr(model.blocks[0], name, Adapted(getattr(model.blocks[0], name)))
+    return model
+
+
+def _borders(words, model=None):
+    model = Model() if model is None else model
     said = spoken(model, words, strict=True)
     placements = {
         "colwise": sw.Shard(0), "rowwise": sw.Shard(1), "sequence_parallel": sw.Replicate(),
@@ -77,6 +92,7 @@ def test_parts_gather_and_leave_and_so_do_matrices_of_the_block_itself():
     }  # fmt: skip
     found |= {f"more.0.layer.0.{name}": INTO for name in ("mlp.up", "mlp.down", "wide", "narrow")}
     assert _borders(words) == found
+    assert _borders(words, _adapted()) == found  # by its wrapper
     begun = _borders({**words, "table": "embedding_rowwise"})
     assert begun == {**found, "table": OUT_OF, "positions": OUT_OF, "blocks.0": AS_IT_IS}
 
