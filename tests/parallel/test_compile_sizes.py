@@ -70,7 +70,7 @@ _WAYS = {
 
 
 # The second size makes a dim a symbol. Where rows are cut, what is cheapest depends on how many there are.
-_GRAPHS = {"from_local": 3, "from_local by name": 2, "an input": 3, "torch's styles": 2}
+_GRAPHS = {"from_local": 3, "from_local by name": 2, "an input": 2, "torch's styles": 2}
 
 
 def _full(x):
@@ -159,6 +159,76 @@ def test_a_size_that_a_graph_asks_for_is_guarded(ranks, name):
     ranks(2, _asked_in_the_backward, name, timeout=120)
 
 
+F = nn.functional
+_LOSSES = {
+    "a mean": (lambda out, y: out.square().mean(), torch.randn),
+    "mse": (F.mse_loss, torch.randn),
+    "cross entropy": (F.cross_entropy, lambda n, c: torch.arange(n) % c),
+}
+_WEIGHTS_CUT = {"0.weight": {"tp": sw.Shard(0)}, "2.weight": {"tp": sw.Shard(1)}}
+
+
+def _rows_of_4(n):
+    return torch.randn(n, 4)
+
+
+def _look_up():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4))
+
+
+_MEANS = {name: (*loss, _mlp, {}, _rows_of_4) for name, loss in _LOSSES.items()} | {
+    "cut weights": (*_LOSSES["mse"], _mlp, _WEIGHTS_CUT, _rows_of_4),
+    "an embedding": (*_LOSSES["mse"], _look_up, {}, lambda n: torch.arange(n) % 5),
+}
+
+
+def _mean_of_a_cut_batch(name):
+    """Two graphs: of the first size, and of all that come after."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    mesh, (loss, targets, model, cuts, inputs) = rank_mesh((2,), ("tp",)), _MEANS[name]
+    plain, ours = model(), sw.distribute_module(model(), mesh, cuts)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, y: loss(ours(x), y), backend=counter, fullgraph=True)
+    for n in (8, 12, 20, 16):
+        x, y = inputs(n), targets(n, 4)
+        plain.zero_grad()
+        ours.zero_grad()
+        wanted = loss(plain(x), y)
+        got = compiled(*[sw.distribute_tensor(v, mesh, [sw.Shard(0)]) for v in (x, y)])
+        torch.testing.assert_close(got.full_tensor(), wanted)
+        wanted.backward()
+        got.backward()
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+    assert counter.frame_count == 2, f"{counter.frame_count} graphs"
+
+
+@pytest.mark.parametrize("name", only(["an embedding"], _MEANS))
+def test_the_mean_loss_of_a_cut_batch_has_one_graph(ranks, name):
+    ranks(2, _mean_of_a_cut_batch, name, timeout=170)
+
+
+def _on_both_sides_of_a_choice():
+    """Up to 15 rows these move, from 16 on the weight: a graph of the first size, and one for each range."""
+    torch._dynamo.reset()
+    mesh, weight = rank_mesh((2,), ("tp",)), torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+    cut = sw.distribute_tensor(weight, mesh, [sw.Shard(1)])
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(torch.mm, backend=counter, fullgraph=True)
+    for n in (12, 10, 14, 40, 16, 1000):
+        x = torch.randn(n, 16, generator=torch.Generator().manual_seed(n))
+        got = compiled(sw.distribute_tensor(x, mesh, [sw.Shard(0)]), cut)
+        assert got.placements == (sw.Shard(0 if n > 15 else 1),)
+        torch.testing.assert_close(got.full_tensor(), x @ weight)
+    assert counter.frame_count == 3, f"{counter.frame_count} graphs"
+
+
+def test_what_is_cheapest_for_some_sizes_has_one_graph_for_these(ranks):
+    ranks(2, _on_both_sides_of_a_choice, timeout=120)
+
+
 def _by_inductor():
     _like_one_device(_from_local, "inductor", (8, 12), 2)
 
@@ -221,11 +291,11 @@ def _sizes_of_equal_parts():
     torch._dynamo.reset()
     mesh = rank_mesh((2,), ("tp",))
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda x: x.mean(0), fullgraph=True, backend=counter)
+    compiled = torch.compile(lambda x: x.flip(0), fullgraph=True, backend=counter)
     for n in (7, 5, 6, 5):
         x = torch.randn(n, 3)
         got = compiled(sw.distribute_tensor(x, mesh, [sw.Shard(0)]))
-        torch.testing.assert_close(got.full_tensor(), x.mean(0))
+        torch.testing.assert_close(got.full_tensor(), x.flip(0))
     assert counter.frame_count == 3
 
 

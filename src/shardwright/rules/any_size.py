@@ -7,8 +7,9 @@ and the shapes of its results follow from the labels. Not a cache of shapes: it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shardwright.index.region import Shape
 from shardwright.layout.kind import Kind
@@ -19,6 +20,7 @@ from shardwright.rules.registry import registry
 from shardwright.rules.search import Choice
 
 Place = tuple[int, int]  # an operand and one of its dims
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,14 @@ class AnySize:
         results: one per flattened result; None where the op returns no tensor.
         equal: places that show the same label: their sizes must agree, else the op is refused elsewhere.
         arguments: schema arguments that are a shape, with the places where its sizes stand.
+        held: the labels that what ranks call in place of the op asks for, with the places of their sizes.
     """
 
     moved: tuple[tuple[int, Kind], ...]
     results: tuple[ResultForm | None, ...]
     equal: tuple[tuple[Place, Place], ...]
     arguments: tuple[tuple[str, tuple[Place | int, ...]], ...] = ()
+    held: tuple[tuple[str, Place], ...] = ()
 
     def fits(self, shapes: Sequence[Shape], arguments: Iterable[Sequence[int]]) -> bool:
         """Whether the sizes agree as the rule says, those in `arguments` (in their order here) too."""
@@ -90,14 +94,16 @@ def same_way(
     constants: what shows no label of an operand is as long as it is here, which is for the caller to see.
     """
     stated = equation.formula
-    if stated.strides or stated.prefix or stated.even or equation.grouped or (stated.ints and not constants):
+    decided_by_one = (stated.ints or stated.prefix) and not constants
+    if stated.strides or stated.even or equation.grouped or decided_by_one:
         return None
     if len({x.order for x in layouts}) > 1:
         return None
     kinds = [layout.kind for layout in (*layouts, *inputs)]
     places = _places(equation)
+    told = dict(enumerate(equation.sizes)) if constants else _NOTHING
     results = [
-        None if output is None or slot is None else _result(slot, output, layouts, places, constants)
+        None if output is None or slot is None else _result(slot, output, layouts, places, constants, told)
         for slot, output in zip(equation.results, outputs, strict=True)
     ]
     unknown = any(form is None and output is not None for form, output in zip(results, outputs, strict=True))
@@ -112,7 +118,9 @@ def same_way(
     arguments = tuple(
         (name, _known([_size(dim, places, False) for dim in dims])) for name, dims in equation.shapes
     )
-    form = AnySize(moved, tuple(results), equal, arguments)
+    labels = enumerate(equation.labels)
+    held = tuple((name, places[n][0]) for n, name in labels if name in stated.held and n in places)
+    form = AnySize(moved, tuple(results), equal, arguments, held)
     given = [call.arg(name) for name, _ in arguments]
     return form if form.fits([layout.shape for layout in layouts], given) else None
 
@@ -129,9 +137,14 @@ def _places(equation: Equation) -> dict[int, list[Place]]:
 
 
 def _result(
-    slot: Slot, output: Layout, layouts: tuple[Layout, ...], places: dict[int, list[Place]], constants: bool
+    slot: Slot,
+    output: Layout,
+    layouts: tuple[Layout, ...],
+    places: dict[int, list[Place]],
+    constants: bool,
+    told: Mapping[int, int],
 ) -> ResultForm | None:
-    sizes = [_size(dim, places, constants) for dim in slot.dims]
+    sizes = [_size(dim, places, constants, told) for dim in slot.dims]
     known = _known(sizes)
     if output.kind is None or len(known) < len(sizes):
         return None
@@ -144,10 +157,13 @@ def _known(sizes: list[Place | int | None]) -> tuple[Place | int, ...]:
     return tuple(size for size in sizes if size is not None)
 
 
-def _size(dim: Dim, places: dict[int, list[Place]], constants: bool) -> Place | int | None:
+def _size(
+    dim: Dim, places: dict[int, list[Place]], constants: bool, told: Mapping[int, int] = _NOTHING
+) -> Place | int | None:
+    """told: the sizes of labels that an argument gives, where they may be constants."""
     factor = dim.factors[0]
     if factor.label >= 0:
-        return places[factor.label][0] if factor.label in places else factor.size if constants else None
+        return places[factor.label][0] if factor.label in places else told.get(factor.label)
     return factor.size if constants or (factor.size < 2 and factor.label != UNTOLD) else None
 
 

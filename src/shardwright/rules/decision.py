@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from shardwright.placement.base import Partition
 from shardwright.placement.one_dim import held
 from shardwright.rules.any_size import AnySize
 from shardwright.rules.formula import LocalForm
-from shardwright.rules.held_label import Held
+from shardwright.rules.held_label import Held, HeldOfSymbol
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,22 @@ class LocalCall:
         """The function of the op's local arguments on these coords."""
         held = {name: label.held_at(coords) for name, label in self.labels}
         return partial(self.function, op, held)
+
+    def of_symbols(
+        self, op: torch._ops.OpOverload, coords: Sequence[int], sizes: Mapping[str, Any]
+    ) -> LocalForm:
+        """As `at`, where the labels have these sizes, of which some are symbols of a graph."""
+        held = {
+            name: HeldOfSymbol(sizes[name], partial(_held_of, label.cuts, coords))
+            if isinstance(sizes[name], torch.SymInt)
+            else label.held_at(coords)
+            for name, label in self.labels
+        }
+        return partial(self.function, op, held)
+
+
+def _held_of(cuts: tuple[tuple[int, int, Partition], ...], coords: Sequence[int], size: int) -> Held:
+    return LabelSize(size, cuts).held_at(coords)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cached_property
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwright.compat import FakeTensor, assert_async, modes_on, without_modes
+from shardwright.compat.dynamo import trace_again_with_numbers
 from shardwright.index.runs import Runs, intervals, total
 from shardwright.remember import remembered
 
@@ -84,6 +86,20 @@ class Held:
         if bool(outside.any()):
             wrong = int(index[outside].reshape(-1)[0])
             raise IndexError(f"index {wrong} is out of bounds for dimension with size {self.size}")
+
+
+class HeldOfSymbol(Held):
+    """That of a label whose length is a symbol of a graph: who asks for more asks for a number."""
+
+    def __init__(self, size: Any, at: Callable[[int], Held]) -> None:
+        vars(self).update(size=size, _at=at)
+
+    @property
+    def runs(self) -> Runs:
+        """Those of the number, for which alone the graph holds then."""
+        at: Callable[[int], Held] = vars(self)["_at"]
+        trace_again_with_numbers([self.size])
+        return at(int(self.size)).runs
 
 
 def _kept(made: _lru_cache_wrapper[_Indices], pieces: Pieces, device: torch.device) -> _Indices:

@@ -43,7 +43,7 @@ from shardwright.tensor.dispatch.ways import kept_form, local_reshape
 from shardwright.tensor.dispatch.ways.local_reshape import RESHAPES, LocalReshape
 from shardwright.tensor.dispatch.ways.plain_target import write_into_plain
 from shardwright.tensor.dispatch.ways.steps import Steps
-from shardwright.tensor.dispatch.ways.table import Handler, decide, handler_of
+from shardwright.tensor.dispatch.ways.table import Handler, decide, handler_of, takes_symbols
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.plain import kept_shapes, made_gradients, own_terms
 from shardwright.tensor.plain.replicated import distributed, replicate_plain
@@ -75,7 +75,7 @@ def dispatch(
     if route is None:
         route = _routes[func] = _whole_route_of(func)
     if torch.compiler.is_compiling():
-        if graph_sizes.are_symbols(func, args, kwargs) and handler_of(func) is None:
+        if graph_sizes.are_symbols(func, args, kwargs) and takes_symbols(func):
             route = _route_of_symbols(func)
         else:
             args, kwargs = graph_sizes.as_numbers(args, kwargs)
@@ -90,7 +90,8 @@ def dispatch(
 
 @remembered(4096)
 def _route_of_symbols(func: Op) -> Handler:
-    return _whole_route_of(func, partial(graph_sizes.call, dispatch_call, _with_plain_tensors))
+    decided = partial(graph_sizes.call, dispatch_call, _with_plain_tensors)
+    return _whole_route_of(func, handler_of(func) or decided)
 
 
 def _whole_route_of(func: Op, route: Handler | None = None) -> Handler:

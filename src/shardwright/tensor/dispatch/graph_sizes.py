@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import nan, prod
 from typing import Any, cast
 
 import torch
 
-from shardwright.compat import CANNOT_VIEW, current_graph_task_id, tree_leaves, tree_map_only
+from shardwright.compat import CANNOT_VIEW, current_graph_task_id, is_composite, tree_leaves, tree_map_only
 from shardwright.compat.dynamo import trace_again_with_numbers
 from shardwright.compat.symbols import at, has_symbols, hint, hints
 from shardwright.layout.layout import Layout
@@ -29,10 +29,13 @@ from shardwright.tensor.dispatch import other_sizes
 from shardwright.tensor.dispatch.asked import Asked
 from shardwright.tensor.dispatch.prepared import Prepared
 from shardwright.tensor.dispatch.run import local_call, move_operands_of, wrap_results
+from shardwright.tensor.dispatch.ways.algorithm import ByAlgorithm
 from shardwright.tensor.dispatch.ways.local_reshape import RESHAPES
+from shardwright.tensor.dispatch.ways.steps import Steps
 from shardwright.tensor.dispatch.ways.table import decide
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.graph_spec import GraphSpec, of_sizes
+from shardwright.tensor.plain.replicated import distributed
 from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import wrap
 from shardwright.views.any_size import reshape_form
@@ -80,6 +83,8 @@ def _of_any_size(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -
         return _repeated(tensors[0], args[1])
     asked = _asked(func, args, kwargs, tensors, [x._spec.shown for x in tensors], hint)
     decided = decide(asked)
+    if isinstance(decided, Steps | ByAlgorithm):
+        return _by_other_ops(func, args, kwargs, tensors, decided)
     if not isinstance(decided, Prepared) or decided.skip or decided.gather_all or decided.brought_back:
         return NotImplemented
     if decided.moves and any(isinstance(x._spec, GraphSpec) and x._spec.repeats for x in tensors):
@@ -87,14 +92,38 @@ def _of_any_size(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -
     if func in RESHAPES and not kwargs and not decided.moves:
         return _reshaped(func, args, tensors[0], decided)
     form = decided.any_size
-    if form is None and not (decided.overrides or decided.call or asked.decision.local):
+    local = asked.decision.local
+    if form is None and not (decided.overrides or decided.call):
         of_others = registry.is_changed and not all(rule.any_size for rule in registry.rules_of(func))
         form = None if of_others else asked.decision.same_way()
     # What is equal is asked before other sizes are tried: symbols that must be equal become one.
     if form is None or decided.call or not _fits(form, _named(func, args, kwargs), tensors):
         return NotImplemented
-    tried = form is decided.any_size or _is_chosen_at_any_size(func, args, kwargs, tensors, decided, form)
-    return NotImplemented if not tried else _run(func, args, kwargs, tensors, decided, form)
+    if local is not None and not dict(local.labels).keys() <= dict(form.held).keys():
+        return NotImplemented
+    tried = partial(_is_chosen_at, func, args, kwargs, tensors, decided, form)
+    if not (form is decided.any_size or _holds(tried, (args, dict(kwargs)), tensors)):
+        return NotImplemented
+    if local is not None and asked.coords is not None:
+        sizes = {name: tensors[operand].shape[dim] for name, (operand, dim) in form.held}
+        decided = replace(decided, local=local.of_symbols(func, asked.coords, sizes))
+    return _run(func, args, kwargs, tensors, decided, form)
+
+
+def _by_other_ops(
+    func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor], decided: Steps | ByAlgorithm
+) -> Any:
+    """The ops that give its value, each for sizes that are symbols, where other sizes are run by the same."""
+    if isinstance(decided, Steps):
+        if not is_composite(func):
+            return NotImplemented
+        made = decided.run(args, kwargs)
+        return tree_map_only(torch.Tensor, lambda x: distributed(x, tensors[0].device_mesh), made)
+    if decided.chosen.algorithm.rows is not None or any(x._spec.pending for x in tensors):
+        return NotImplemented
+    chosen_at = partial(_is_chosen_at, func, args, kwargs, tensors, decided)
+    holds = _holds(chosen_at, (args, dict(kwargs)), tensors)
+    return decided.run(func, args, kwargs, tensors) if holds else NotImplemented
 
 
 def _asked(
@@ -108,6 +137,8 @@ def _asked(
     """The call on tensors of these specs, with numbers for symbols."""
     left = iter([wrap(x._local_tensor, spec) for x, spec in zip(tensors, specs, strict=True)])
     given = tree_map_only(DTensor, lambda _: next(left), (args, dict(kwargs)))
+    any_number = nan if any(spec.pending for spec in specs) else 0.5  # as `call` tells it
+    given = tree_map_only(torch.SymFloat, lambda _: any_number, given)
     given_args, given_kwargs = tree_map_only(torch.SymInt, number, given)
     examples = [x for x in tree_leaves((given_args, given_kwargs)) if isinstance(x, DTensor)]
     return Asked(func, given_args, given_kwargs, examples)
@@ -126,24 +157,71 @@ def _at(x: DTensor, number: Callable[[str], int]) -> Spec:
     return x._spec.at(number) if isinstance(x._spec, GraphSpec) else x._spec
 
 
-def _is_chosen_at_any_size(
-    func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor], decided: Prepared, form: AnySize
-) -> bool:
+def _holds(chosen_at: Callable[..., bool], arguments: tuple[Args, Kwargs], tensors: list[DTensor]) -> bool:
     """Do the smallest and the largest sizes, and such of which no two agree, choose the same way?
 
     A way costs so much more for each element: what is cheapest for both ends is for all that lies between.
-    So ranks whose graphs were made for other examples send the same.
+    So ranks whose graphs were made for other examples send the same. Where the ends choose another way, those
+    of the sizes that choose this one are asked of the one symbol.
     """
-    for number in _numbers(tensors[0].device_mesh.size()):
-        specs = [_at(x, number) for x in tensors]
+    ranks = tensors[0].device_mesh.size()
+    if all(chosen_at(number=number) for number in _numbers(ranks)):
+        return True
+    sizes, given = (
+        [size for size in tree_leaves(asked) if isinstance(size, torch.SymInt)]
+        for asked in ([tuple(x.shape) for x in tensors], arguments)
+    )
+    named = {str(symbol) for size in sizes + given for symbol in size.node.expr.free_symbols}
+    alone = [size for size in sizes if size.node.expr.is_symbol]
+    return len(named) == 1 and bool(alone) and _is_between(chosen_at, alone[0], ranks)
+
+
+def _is_between(chosen_at: Callable[..., bool], size: torch.SymInt, ranks: int) -> bool:
+    """Ask the symbol for the range around the example in which the same way is chosen."""
+    example = hint(size)
+
+    def steps(step: int, limit: int) -> int:
+        return _most(lambda far: chosen_at(number=lambda _: example + step * far), limit)
+
+    low = example - ranks * steps(-ranks, max(0, example // ranks - 2))
+    high = example + ranks * steps(ranks, 1 << 16)
+    return low < high and bool(size >= low) and bool(size <= high)
+
+
+def _most(holds: Callable[[int], bool], limit: int) -> int:
+    """The most steps, up to a limit, for which it holds: for 0 it does, and once it does not, never again."""
+    if holds(limit):
+        return limit
+    inside, outside = 0, limit
+    while outside - inside > 1:
+        middle = (inside + outside) // 2
+        inside, outside = (middle, outside) if holds(middle) else (inside, middle)
+    return inside
+
+
+def _is_chosen_at(
+    func: Op,
+    args: Args,
+    kwargs: Kwargs,
+    tensors: list[DTensor],
+    decided: Prepared | ByAlgorithm,
+    form: AnySize | None = None,
+    *,
+    number: Callable[[str], int],
+) -> bool:
+    """Is the same way chosen where each symbol is the number that its name is given?"""
+    specs = [_at(x, number) for x in tensors]
+    try:
         other = decide(_asked(func, args, kwargs, tensors, specs, partial(at, number=number)))
-        if not isinstance(other, Prepared) or _way(other) != _way(decided):
-            return False
-        shapes = [spec.layout.shape for spec in specs]
-        pairs = zip(form.results, other.results, strict=True)
-        if any(made and spec and made.shape(shapes) != spec.layout.shape for made, spec in pairs):
-            return False
-    return True
+    except (RuntimeError, IndexError, ValueError):  # there is no call of such sizes
+        return False
+    if not isinstance(other, type(decided)) or _way(other) != _way(decided):
+        return False
+    if form is None or isinstance(other, ByAlgorithm):
+        return True
+    shapes = [spec.layout.shape for spec in specs]
+    pairs = zip(form.results, other.results, strict=True)
+    return all(not (made and spec) or made.shape(shapes) == spec.layout.shape for made, spec in pairs)
 
 
 def _named(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
@@ -154,7 +232,9 @@ def _fits(form: AnySize, named: dict[str, Any], tensors: list[DTensor]) -> bool:
     return form.fits([tuple(x.shape) for x in tensors], [named[name] for name, _ in form.arguments])
 
 
-def _way(decided: Prepared) -> tuple[Any, ...]:
+def _way(decided: Prepared | ByAlgorithm) -> tuple[Any, ...]:
+    if isinstance(decided, ByAlgorithm):
+        return (decided.chosen.algorithm,)
     moves = [(move.operand, move.target.placements) for move in decided.moves]
     results = [spec and spec.layout.placements for spec in decided.results]
     return decided.reason, moves, results
@@ -183,7 +263,7 @@ def _takes_numbers(x: DTensor) -> bool:
 
 
 def _has_symbols(value: Any) -> bool:
-    return any(isinstance(part, torch.SymInt) for part in tree_leaves(value))
+    return any(isinstance(part, torch.SymInt | torch.SymFloat) for part in tree_leaves(value))
 
 
 def _result(decided: Prepared, form: AnySize, place: int, shapes: Sequence[Any]) -> Spec | None:

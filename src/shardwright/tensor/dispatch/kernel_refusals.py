@@ -42,15 +42,15 @@ def refuse_alike(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -
     Asks the op's own kernel, with zeros of the logical shapes, until it has taken these dtypes once; and with
     other values, which may be no reason.
     """
+    traced = torch.compiler.is_compiling()  # one trace for all
     all_have_some, dtypes = True, []
     for x in tensors:
         dtypes.append(x.dtype)
-        all_have_some = all_have_some and all_hold_some(x._spec.layout)
-    all_have_some = all_have_some or torch.compiler.is_compiling()  # one trace for all
+        all_have_some = all_have_some and (traced or all_hold_some(x._spec.layout))
     if (all_have_some and set(dtypes) in _ALWAYS_TAKEN) or not _may_be_asked(func):
         return
     key = (func, tensors[0].device.type, *dtypes)
-    if (all_have_some and key in _taken) or any(x.numel() > _LARGEST for x in tensors):
+    if (all_have_some and key in _taken) or _largest(tensors, traced=traced) > _LARGEST:
         return
     error = _raised(func, args, kwargs, torch.zeros)
     if error is None:
@@ -66,6 +66,10 @@ def refuse_alike(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -
             del error, other
 
 
+def _largest(tensors: list[DTensor], *, traced: bool) -> int:
+    return max(x._spec.shown.layout.numel if traced else x.numel() for x in tensors)
+
+
 def said_by_kernel(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> Exception | None:
     """What the op's own kernel says to zeros of these shapes and dtypes, if it refuses them."""
     small = all(x.numel() <= _LARGEST for x in tensors)
@@ -75,7 +79,9 @@ def said_by_kernel(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor])
 def _raised(func: Op, args: Args, kwargs: Kwargs, values: Callable[..., torch.Tensor]) -> Exception | None:
     """What the kernel says to operands of these values."""
     given, named = tree_map_only(
-        DTensor, lambda x: values(x.shape, dtype=x.dtype, device=x.device), (args, dict(kwargs))
+        DTensor,
+        lambda x: values(x._spec.shown.layout.shape, dtype=x.dtype, device=x.device),
+        (args, dict(kwargs)),
     )
     try:
         with warnings.catch_warnings(), without_modes(), torch.no_grad(), WithoutTangents():

@@ -74,6 +74,8 @@ def as_on_one_device(route: Call, there: bool, func: Op, args: Args, kwargs: Kwa
         with torch.inference_mode(lasting), torch.no_grad():
             return as_on_one_device(route, there, func, args, kwargs)
     out = route(func, args, kwargs)
+    if not there and isinstance(base._spec, GraphSpec) and is_composite(func):
+        return out
     if there:
         return out if not begin else _placed(out, begin, base)
     begins = _of_numbers(func, base._spec, begin, args[1:], kwargs)

@@ -10,6 +10,7 @@ import torch
 
 from shardwright.comm.record import record_decision, recording
 from shardwright.compat import tree_leaves, tree_map_only
+from shardwright.compat.symbols import hints
 from shardwright.errors import ImplicitRedistributionError, LayoutError
 from shardwright.placement.base import Replicate
 from shardwright.rules.algorithms.algorithm import Chosen, algorithm_for
@@ -85,7 +86,8 @@ class ByAlgorithm:
     def _fit(self, value: Any, info: TensorInfo | None) -> Any:
         if info is None or not isinstance(value, torch.Tensor):
             return value
-        if tuple(value.shape) != info.shape:
+        traced = torch.compiler.is_compiling()
+        if (hints(value.shape) if traced else tuple(value.shape)) != info.shape:
             raise LayoutError(
                 f"{self.call.op.name()}: the algorithm ({self.chosen.algorithm}) gave the shape "
                 f"{tuple(value.shape)}, not {info.shape}: the algorithm is wrong"
@@ -95,6 +97,8 @@ class ByAlgorithm:
             return value
         if value._is_view():  # of what was made on the way: nobody has it
             value = wrap(value._local_tensor, value._spec)
+        if traced and value._spec.shown.layout.stride == info.stride:  # of symbols no number is asked for
+            return value
         return with_stride(value, info.stride)
 
     def _into_operands(self, args: Args, kwargs: Kwargs) -> Any:

@@ -52,6 +52,7 @@ class Way:
         of_call: how this call is run (something with `run`); None: another way does.
         only: of which ops it is asked, by what is known of an op alone; None: of all.
         by_other_ops: what it answers runs other ops, which may turn out not to take these arguments.
+        of_symbols: `of_op`: it takes sizes that are symbols of a graph, which the ops that it runs tell.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Way:
     of_call: Callable[[Asked], Any] | None = None
     only: Callable[[Op], Any] | None = None
     by_other_ops: bool = False
+    of_symbols: bool = False
 
 
 def _rewritten(func: Op) -> Handler | None:
@@ -124,7 +126,7 @@ WAYS: list[Way] = [
     Way("shape change", of_op=reshape_of, only=_changes_shape),
     Way("random numbers", of_op=draw_of, only=_draws),
     Way("lists", of_op=lambda _: partial(run_on_lists, decide), only=list_arguments),
-    Way("rewriting", of_op=_rewritten),
+    Way("rewriting", of_op=_rewritten, of_symbols=True),
     Way("undefined gradient", of_call=_of_an_undefined_gradient, by_other_ops=True),
     Way("one mesh", of_call=_on_one_mesh, by_other_ops=True),
     Way("decomposition", of_call=steps.decomposed, only=_has_no_rule, by_other_ops=True),
@@ -146,6 +148,13 @@ def handler_of(func: Op) -> Handler | None:
             if found is not None:
                 return found
     return None
+
+
+def takes_symbols(func: Op) -> bool:
+    """Does what runs its calls take sizes that are symbols?"""
+    ways = (way for way in WAYS if way.of_op is not None and (way.only is None or way.only(func)))
+    first = next((way for way in ways if way.of_op is not None and way.of_op(func) is not None), None)
+    return first is None or first.of_symbols
 
 
 def decide(asked: Asked, *, by_other_ops: bool = True) -> Any:
