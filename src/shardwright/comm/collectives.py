@@ -96,6 +96,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
+    same_on_all_ranks = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: str, group: ProcessGroup, label: tuple[str, str]) -> Tensor:
         ctx.call = (op, group, label)

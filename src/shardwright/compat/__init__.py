@@ -176,6 +176,12 @@ def will_run(node: Any, place: int) -> bool:
         return True
 
 
+def function_of(node: Any) -> type[torch.autograd.Function] | None:
+    """The `torch.autograd.Function` that a node of a graph is the backward of; None of torch's own nodes."""
+    function: type[torch.autograd.Function] | None = getattr(type(node), "_forward_cls", None)
+    return function
+
+
 def unfollowed(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor itself where no transform follows it, else None.
 

@@ -5,7 +5,7 @@ Nothing of it is imported here: tensors ask who manages them, in programs withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -301,6 +301,15 @@ def managing_unit(parameter: torch.Tensor) -> FsdpParameter | None:
     """What `fully_shard` knows of a sharded parameter, None for any other tensor."""
     inner = _managed.get(id(parameter))
     return None if inner is None or inner.sharded_param is not parameter else FsdpParameter(inner)
+
+
+def sharded_behind(gathered: torch.Tensor) -> nn.Parameter | None:
+    """The sharded parameter of one of our units that this is the whole of; None for any other tensor."""
+    units = _managed.values()
+    found: Iterator[nn.Parameter] = (
+        unit.sharded_param for unit in units if getattr(unit, "_unsharded_param", None) is gathered
+    )
+    return next(found, None)
 
 
 def gathered_by_units() -> set[int]:

@@ -86,6 +86,8 @@ def _whole(value: Any) -> Any:
 
 
 class _GlobalMean(torch.autograd.Function):
+    same_on_all_ranks = True
+
     @staticmethod
     def forward(ctx: Any, loss_sum: Tensor, mean: Tensor, items: Tensor) -> Tensor:
         ctx.items = items

@@ -37,6 +37,7 @@ from shardwright.tensor.dispatch.ways.out import call_with_out, fills_itself
 from shardwright.tensor.plain.host_reads import READING, WITH_LENGTHS, is_lengths, with_host_values
 from shardwright.tensor.plain.mixed_lists import in_turn, positions_apart
 from shardwright.tensor.plain.refuse import plain_among, tensors_in
+from shardwright.tensor.plain.terms_of_ranks import refuse_terms
 from shardwright.tensor.wrap import CLASSES, as_replicated
 
 
@@ -172,6 +173,7 @@ def call(
                 return in_turn(func, args, kwargs, apart)
             _refuse_plain(func, args, kwargs)
             if torch.is_grad_enabled() and not leaves_alone(func):
+                refuse_terms(func, args, kwargs)
                 args, kwargs = _taken_as_replicated(func, args, kwargs, _wants_gradient)
     if func in READING:
         args, kwargs = with_host_values(func, args, kwargs)
