@@ -27,7 +27,7 @@ from shardwright.parallel import (
     parallelize_replicate,
     parallelize_tensor,
 )
-from shardwright.parallel.same_model import told_alike
+from shardwright.tensor.modules.same_model import told_alike
 from shardwright.testing import rank_mesh
 
 Ranks = Callable[..., list[Any]]
@@ -36,6 +36,9 @@ Ranks = Callable[..., list[Any]]
 def _place(strategy: str, module: nn.Module, **options: Any) -> None:
     if strategy == "hsdp":
         parallelize_hsdp(module, rank_mesh((2, 1), ("a", "b")), shard_dim="b", **options)
+        return
+    if strategy == "module":
+        sw.distribute_module(module, rank_mesh((2,), ("tp",)))
         return
     if strategy == "tensor":
         parallelize_tensor(module, rank_mesh((2,), ("tp",)), {"inner": "replicate"})
@@ -93,7 +96,7 @@ def _refused(strategy: str, how: str, device: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fsdp", "hsdp", "context", "tensor"])
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp", "hsdp", "context", "tensor", "module"])
 @pytest.mark.parametrize("how", _NAMED)
 def test_the_first_parameter_that_differs_is_named_with_what_each_rank_has(
     ranks: Ranks, strategy: str, how: str
@@ -103,10 +106,106 @@ def test_the_first_parameter_that_differs_is_named_with_what_each_rank_has(
         first, second = ranks(2, _refused, strategy, how, device)
         assert first == second
         name, one, two = _NAMED[how]
-        assert first.startswith(f"parallelize_{strategy}: the ranks differ in {name}; nothing was changed\n")
+        verb = "distribute_module" if strategy == "module" else f"parallelize_{strategy}"
+        assert first.startswith(f"{verb}: the ranks differ in {name}; nothing was changed\n")
         assert one in first.splitlines()[1]
         assert two in first.splitlines()[2]
         assert "fix: make the module alike" in first
+
+
+def _by_function(cut: bool) -> Callable[[str, nn.Module, Any], None]:
+    def place(_: str, module: nn.Module, mesh: Any) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if cut and parameter is not None:
+                value = sw.distribute_tensor(parameter.detach(), mesh, [sw.Shard(0)], src_data_rank=None)
+                module._parameters[name] = nn.Parameter(value)
+
+    return place
+
+
+def _plan(how: str, rank: int) -> Any:
+    """What is asked for a norm of 4 features, otherwise on rank 1."""
+    plans: dict[str, tuple[Any, Any]] = {
+        "dims": ({"weight": [sw.Shard(0)]}, {"weight": [sw.Replicate()]}),
+        "names": ({"weight": [sw.Shard(0)]}, {"bias": [sw.Shard(0)]}),
+        "first": (
+            {"weight": [sw.Shard(0)], "*": [sw.Replicate()]},
+            {"*": [sw.Replicate()], "weight": [sw.Shard(0)]},
+        ),
+        "buffers": ({"running_mean": [sw.Shard(0)]}, {"running_var": [sw.Shard(0)]}),
+        "none": ({"weight": [sw.Shard(0)]}, {"waits": [sw.Shard(0)]}),
+        "function": (_by_function(False), _by_function(True)),
+    }
+    return plans[how][rank]
+
+
+def _planned(verb: str, how: str, source: int | None) -> str:
+    module, mesh = nn.BatchNorm1d(4), rank_mesh((2,), ("tp",))
+    before = dict(module.named_parameters()) | dict(module.named_buffers())
+    plan = _plan(how, dist.get_rank())
+    call = sw.distribute_module if verb == "distribute_module" else parallelize_tensor
+    with pytest.raises(ParallelError) as refused:
+        call(module, mesh, plan, src_data_rank=source)
+    after = dict(module.named_parameters()) | dict(module.named_buffers())
+    assert all(after[name] is tensor for name, tensor in before.items())
+    return str(refused.value)
+
+
+_DIFFERS = {
+    "dims": ("weight", "weight: float32 (4,), to be (Shard(dim=0),)", "weight: float32 (4,)"),
+    "names": ("weight", "weight: float32 (4,), to be (Shard(dim=0),)", "weight: float32 (4,)"),
+    "first": ("weight", "weight: float32 (4,), to be (Shard(dim=0),)", "weight: float32 (4,)"),
+    "buffers": (
+        "running_mean",
+        "running_mean: float32 (4,), to be (Shard(dim=0),)",
+        "running_mean: float32 (4,)",
+    ),
+    "function": ("weight", "weight: float32 (4,)", "weight: float32 (4,), placed (Shard(dim=0),) on ('tp',)"),
+}
+
+
+@pytest.mark.parametrize("source", [0, None])
+@pytest.mark.parametrize("how", _DIFFERS)
+def test_placements_that_differ_are_told_with_what_each_rank_asks_for(
+    ranks: Ranks, how: str, source: int | None
+) -> None:
+    """They had been a rank that waits for a message of another kind."""
+    first, second = ranks(2, _planned, "distribute_module", how, source)
+    assert first == second
+    name, one, two = _DIFFERS[how]
+    lines = first.splitlines()
+    assert lines[0] == f"distribute_module: the ranks differ in {name}; nothing was changed"
+    assert lines[1:3] == [f"  rank 0  {one}", f"  rank 1  {two}"]
+
+
+@pytest.mark.parametrize("how", ["first", "buffers"])
+def test_plans_of_placements_are_compared_name_by_name(ranks: Ranks, how: str) -> None:
+    first, second = ranks(2, _planned, "parallelize_tensor", how, 0)
+    assert first == second
+    assert first.startswith("parallelize_tensor: the ranks differ in ")
+
+
+@pytest.mark.parametrize("verb", ["distribute_module", "parallelize_tensor"])
+def test_a_pattern_without_a_match_on_one_rank_is_told_to_the_others(ranks: Ranks, verb: str) -> None:
+    here, there = ranks(2, _planned, verb, "none", 0)
+    assert here.startswith(f"{verb}: rank 1 cannot go on; nothing was changed\n  there: ")
+    assert there.startswith("no parameter or buffer is named 'waits'")
+
+
+def _buffers(verb: str) -> str:
+    module, mesh = nn.BatchNorm1d(4), rank_mesh((2,), ("tp",))
+    module.running_mean = torch.zeros(4 + dist.get_rank())
+    call = sw.distribute_module if verb == "distribute_module" else parallelize_tensor
+    with pytest.raises(ParallelError) as refused:
+        call(module, mesh, {"weight": [sw.Shard(0)]})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("verb", ["distribute_module", "parallelize_tensor"])
+def test_buffers_that_are_placed_too_are_compared(ranks: Ranks, verb: str) -> None:
+    first, second = ranks(2, _buffers, verb)
+    assert first == second
+    assert first.startswith(f"{verb}: the ranks differ in running_mean; nothing was changed\n")
 
 
 def _other_options() -> str:

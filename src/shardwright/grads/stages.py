@@ -6,17 +6,22 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.compat import default_store
 from shardwright.context.submesh import groups_above_one
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, ShardwrightError, words_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,24 @@ def tell_refused(parameters: Iterable[Tensor], why: str) -> None:
     if known is not None:
         with suppress(RuntimeError):  # a store that is gone must not hide the error
             default_store().set(_key(known.mesh, known.mesh.get_local_rank()), f"{_REFUSED}{why}")
+
+
+def heard_by_stages(verb: Callable[P, T]) -> Callable[P, T]:
+    """A strategy whose error on one stage alone is told to the stages that wait for it in `Pipeline(...)`."""
+
+    @wraps(verb)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return verb(*args, **kwargs)
+        except Exception as error:
+            given = args[0] if args else kwargs.get("module")
+            modules = given if isinstance(given, list) else [given]
+            own = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters()]
+            by_us = isinstance(error, ShardwrightError)
+            tell_refused(own, str(error) if by_us else f"{verb.__name__}: {words_of(error)}")
+            raise
+
+    return called
 
 
 def meet(mesh: DeviceMesh, times: int, patience: float) -> str | None:

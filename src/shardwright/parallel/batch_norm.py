@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.collectives import all_reduce
 from shardwright.context.submesh import groups_above_one, refuse_outside
 from shardwright.errors import ParallelError
+from shardwright.grads.stages import heard_by_stages
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.pipeline.mark import is_cut
-from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.placement.base import Replicate
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.modules.same_model import agreed
 
 _VERB, _REASON = "parallelize_batch_norm", "statistics of batch norm"
 _OVER = "_statistics_over"

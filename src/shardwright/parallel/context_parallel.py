@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError, refuse_other_kind, words_of
+from shardwright.grads.stages import heard_by_stages
 from shardwright.parallel.expert import experts_of, spread_over
 from shardwright.parallel.meshes import is_other_view, named_axes, one_axis, refuse_twice
-from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.parallel.sequence_scope import SequenceScope, find_scope
 from shardwright.parallel.swap import replace_parameters
 from shardwright.placement.base import Partition, Replicate
@@ -25,6 +25,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.more_axes import KEPT, comes_in_terms, on_more_axes
+from shardwright.tensor.modules.same_model import agreed
 from shardwright.tensor.modules.slots import slots_of
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.spec import LocalUse, spec_of

@@ -9,16 +9,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwright.compat import axis_names
 from shardwright.errors import ParallelError
+from shardwright.grads.stages import heard_by_stages
 from shardwright.moe.cut_tokens import computes_locally
 from shardwright.moe.layer import MoELayer
 from shardwright.parallel.meshes import named_axes, refuse_other_order
 from shardwright.parallel.pipeline.mark import is_cut
 from shardwright.parallel.place import place_parameters
-from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.parallel.swap import put_all
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
 from shardwright.tensor.modules.distribute import carry_over
+from shardwright.tensor.modules.same_model import agreed
 from shardwright.tensor.modules.slots import slots_of, unchanged_on_error
 from shardwright.tensor.wrap import as_ours
 

@@ -21,6 +21,7 @@ from shardwright.compat.fully_shard_shown import show_sharded_between
 from shardwright.compat.fully_shard_views import begin_before_bases
 from shardwright.errors import ParallelError
 from shardwright.grads.at_steps import watch_steps
+from shardwright.grads.stages import heard_by_stages
 from shardwright.layout.layout import Layout
 from shardwright.layout.mesh_shape import ranks_of
 from shardwright.layout.of_tensor import layout_of
@@ -28,8 +29,7 @@ from shardwright.parallel.direct_calls import serve_direct_calls
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.fully_shard_arguments import by_name
 from shardwright.parallel.meshes import is_other_view, named_axes, refuse_other_order, refuse_twice
-from shardwright.parallel.place import local_plain, place_parameters, refuse_sparse_gradients
-from shardwright.parallel.same_model import Said, agreed, heard_by_stages
+from shardwright.parallel.place import place_parameters, refuse_sparse_gradients
 from shardwright.parallel.several import Modules, follow_several, members, one_unit
 from shardwright.parallel.sharded_layouts import beside_in, goes_within, sharded_layouts
 from shardwright.parallel.sharded_running import (
@@ -48,7 +48,8 @@ from shardwright.tensor.autograd import as_term
 from shardwright.tensor.local_use import kept_spec
 from shardwright.tensor.modules.distribute import carry_over
 from shardwright.tensor.modules.more_axes import cut_over
-from shardwright.tensor.modules.slots import Slot, slots_of
+from shardwright.tensor.modules.same_model import Said, agreed
+from shardwright.tensor.modules.slots import Slot, local_plain, slots_of
 from shardwright.tensor.modules.ties import refuse_placed_elsewhere, ties_kept
 from shardwright.tensor.spec import Spec, spec_of, with_dtype
 from shardwright.tensor.wrap import as_ours, wrap

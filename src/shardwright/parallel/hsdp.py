@@ -7,11 +7,12 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import ParallelError
+from shardwright.grads.stages import heard_by_stages
 from shardwright.parallel.fsdp import asked_of, shard_over
 from shardwright.parallel.fully_shard_arguments import by_name
 from shardwright.parallel.meshes import named_axes
-from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.parallel.several import Modules, one_unit
+from shardwright.tensor.modules.same_model import agreed
 
 
 @heard_by_stages

@@ -21,9 +21,10 @@ from shardwright.compat.dynamo import compiles_what_is_called
 from shardwright.context.randomness import LOGICAL
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError, RuleError
+from shardwright.grads.stages import heard_by_stages
 from shardwright.layout.mesh_shape import as_mesh_shape
 from shardwright.parallel.meshes import one_axis, refuse_other_order
-from shardwright.parallel.same_model import agreed, heard_by_stages
+from shardwright.tensor.modules.same_model import agreed
 from shardwright.tensor.random.logical_mode import LogicalMode
 from shardwright.tensor.random.mode import random_mode
 from shardwright.tensor.random.rows import BatchRows, enter, leave

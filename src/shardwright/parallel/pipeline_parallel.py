@@ -13,7 +13,7 @@ from shardwright.parallel.pipeline.mark import ATTRIBUTE
 from shardwright.parallel.pipeline.places import VERB, Stages, read_places
 from shardwright.parallel.pipeline.schedules import rank_of_stage
 from shardwright.parallel.pipeline.split import refuse_placed, take_apart
-from shardwright.parallel.same_model import agreed
+from shardwright.tensor.modules.same_model import agreed
 
 
 def parallelize_pipeline(

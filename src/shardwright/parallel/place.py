@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -116,13 +115,6 @@ def refuse_sparse_gradients(slots: Iterable[Slot]) -> None:
                 f"{slot.path}: the gradient of a {type(owner).__name__} with sparse=True is a sparse tensor, "
                 "which has no placement\n  fix: sparse=False, or freeze the table"
             )
-
-
-def local_plain(parameter: nn.Parameter) -> torch.Tensor:
-    """What is stored on this rank: the local tensor of a DTensor, the tensor itself otherwise."""
-    if isinstance(parameter, TorchDTensor):
-        return parameter._local_tensor.detach()
-    return parameter.detach()
 
 
 _watching: list[Any] = []  # the hook of modules

@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.grads.stages import heard_by_stages
 from shardwright.parallel.expert import spread_over
 from shardwright.parallel.meshes import named_axes
 from shardwright.parallel.place import place_parameters, refuse_sparse_gradients
-from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.placement.base import Replicate
 from shardwright.tensor.distribute import refuse_source
+from shardwright.tensor.modules.same_model import agreed
 from shardwright.tensor.modules.slots import slots_of
 
 

@@ -12,17 +12,18 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwright.errors import ParallelError, refuse_other_kind
+from shardwright.grads.stages import heard_by_stages
 from shardwright.parallel.meshes import one_axis
 from shardwright.parallel.pipeline.mark import is_elsewhere, refuse_cut
 from shardwright.parallel.plan_of_styles import Styles, apply_styles
-from shardwright.parallel.same_model import agreed, heard_by_stages
 from shardwright.parallel.swap import put_all, replace_parameters
 from shardwright.parallel.tensor.bring import brought_plan
 from shardwright.parallel.tensor.by_words import place_by_words
 from shardwright.tensor.distribute import refuse_source
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.modules.distribute import carry_over, place_by_pattern
+from shardwright.tensor.modules.distribute import carry_over, place_by_pattern, placements_by
 from shardwright.tensor.modules.more_axes import KEPT, is_free_for, on_more_axes
+from shardwright.tensor.modules.same_model import agreed
 from shardwright.tensor.modules.slots import Slot, slots_of
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.wrap import as_ours
@@ -78,13 +79,14 @@ def parallelize_tensor(
         plan = _as_mapping(parallelize_plan)
         kinds = _kinds(plan, sequence=sequence_parallel)
         brought = brought_plan(module) if plan is None else {}
+        placed = {p: v for p, v in (plan or {}).items() if not isinstance(v, str)}
+        said.becomes = {} if ParallelStyle in kinds else placements_by(placed, module, mesh)
     if ParallelStyle in kinds:
         return _by_styles(module, mesh, cast("Styles", plan), src_data_rank)
     if plan is not None and str not in kinds:
         place_by_pattern(module, mesh, plan, src_data_rank, "parallelize_tensor")
         return module
     words = brought if plan is None else {p: w for p, w in plan.items() if isinstance(w, str)}
-    placed = {} if plan is None else {p: v for p, v in plan.items() if not isinstance(v, str)}
     strict, cut = plan is not None, sequence_parallel
     return place_by_words(module, mesh, words, placed, src_data_rank, strict=strict, sequence=cut)
 

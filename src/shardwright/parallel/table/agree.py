@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.parallel.buffers import digest_of, digests_of
-from shardwright.parallel.same_model import told_alike
 from shardwright.parallel.table.rehearsal import Placed
 from shardwright.parallel.table.rows import Row
+from shardwright.tensor.modules.same_model import told_alike
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from shardwright.context.submesh import submesh
 from shardwright.errors import ParallelError, ShardwrightError, words_of
 from shardwright.parallel.logical_dropout import logical_dropout
 from shardwright.parallel.meshes import refuse_no_module
-from shardwright.parallel.same_model import compared_before
 from shardwright.parallel.table.agree import Word, agree, word_of
 from shardwright.parallel.table.calls import Call, calls_of
 from shardwright.parallel.table.initialise import Init, materialise, refuse_cut
@@ -22,6 +21,7 @@ from shardwright.parallel.table.report import Report, print_report, report_of
 from shardwright.parallel.table.resolve import resolve
 from shardwright.parallel.table.rows import Plan, read_rows
 from shardwright.parallel.table.words import CONTEXT
+from shardwright.tensor.modules.same_model import compared_before
 from shardwright.tensor.modules.ties import ties_kept
 
 Print = Callable[[Report], object]

@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.errors import ParallelError, ShardwrightError
-from shardwright.parallel.same_model import compared_before
 from shardwright.parallel.table.calls import Call
 from shardwright.parallel.table.meshes import Axes
 from shardwright.parallel.table.rows import refuse
 from shardwright.parallel.table.words import DATA
 from shardwright.tensor.modules.distribute import carry_over
+from shardwright.tensor.modules.same_model import compared_before
 from shardwright.tensor.modules.slots import slots_of, unchanged_on_error
 from shardwright.tensor.wrap import as_ours, wrap
 

@@ -6,6 +6,7 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +16,19 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat.dynamo import never_traced
 from shardwright.errors import ParallelError, refuse_other_kind
-from shardwright.placement.base import Replicate
+from shardwright.placement.base import Placement, Replicate
 from shardwright.tensor.conversions import current_mesh
-from shardwright.tensor.distribute import distribute_tensor
+from shardwright.tensor.distribute import distribute_tensor, refuse_source
 from shardwright.tensor.modules.more_axes import KEPT, is_free_for, on_more_axes
+from shardwright.tensor.modules.same_model import agreed
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.wrap import as_ours
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 ByPattern = Mapping[str, PlacementsArgument]
+
+_resolved = partial(resolve_placements, default="replicate")
 
 
 @never_traced
@@ -50,26 +54,38 @@ def distribute_module(
 
     Raises: ParallelError: a pattern that matches nothing, or names what is placed in another way already, a
         placement that does not fit, a module that was distributed before, a tied weight whose names would be
-        placed differently; nothing has been changed then.
-    Cost: that of `distribute_tensor` per parameter, none with `src_data_rank=None`.
+        placed differently, ranks with other parameters, buffers or placements; nothing has been changed then.
+    Cost: an all-reduce of 40 bytes over each axis (two of them with a function), and that of
+        `distribute_tensor` per parameter, which is none with `src_data_rank=None`.
     """
-    mesh = current_mesh(device_mesh)
+    mesh, verb = current_mesh(device_mesh), "distribute_module"
+    function = None if isinstance(partition_fn, Mapping) else partition_fn
+    patterns = partition_fn if isinstance(partition_fn, Mapping) else {}
+    with agreed(verb, module, mesh) as told:
+        _check_arguments(module, function, input_fn, output_fn)
+        refuse_source(mesh, src_data_rank)
+        hooks = {"input_fn": input_fn, "output_fn": output_fn}
+        told.options = {"src_data_rank": src_data_rank, "partition_fn": function, **hooks}
+        told.becomes = placements_by(patterns, module, mesh)
+    with _once(module, verb):
+        if function is not None:
+            for name, child in module.named_modules():
+                function(name, child, mesh)
+            with agreed(verb, module, mesh) as told:  # what it has left plain is sent
+                told.becomes = placements_by({}, module, mesh)
+        _place(module, mesh, patterns, src_data_rank, verb)
+    _register_hooks(module, mesh, input_fn, output_fn)
+    return module
+
+
+def _check_arguments(module: object, function: object, input_fn: object, output_fn: object) -> None:
     if not isinstance(module, nn.Module):
         raise ParallelError(f"distribute_module places a module, got {type(module).__name__}")
-    if not (partition_fn is None or isinstance(partition_fn, Mapping) or callable(partition_fn)):
-        raise ParallelError(f"distribute_module takes {{pattern: placements}}, got {partition_fn!r:.60}")
+    if not (function is None or callable(function)):
+        raise ParallelError(f"distribute_module takes {{pattern: placements}}, got {function!r:.60}")
     for name, hook in (("input_fn", input_fn), ("output_fn", output_fn)):
         kinds, fix = (Callable, type(None)), "a function, or None"
         refuse_other_kind(f"distribute_module: {name}", hook, kinds, ParallelError, fix=fix)
-    if partition_fn is None or isinstance(partition_fn, Mapping):
-        place_by_pattern(module, mesh, partition_fn or {}, src_data_rank)
-    else:
-        with _once(module, "distribute_module"):
-            for name, child in module.named_modules():
-                partition_fn(name, child, mesh)
-            _place(module, mesh, {}, src_data_rank, "distribute_module")
-    _register_hooks(module, mesh, input_fn, output_fn)
-    return module
 
 
 def place_by_pattern(
@@ -79,7 +95,7 @@ def place_by_pattern(
     source: int | None = 0,
     said: str = "distribute_module",
 ) -> None:
-    """What `distribute_module` does with a plan. said: the function that the user has called."""
+    """What `distribute_module` does with a plan, once the ranks agree. said: the function that was called."""
     with _once(module, said):
         _place(module, mesh, patterns, source, said)
 
@@ -101,6 +117,21 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     named.update(module.named_buffers(remove_duplicate=False))
     return named
+
+
+def placements_by(patterns: ByPattern, module: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
+    """What patterns make of each parameter and buffer of a module, in words; "" of what stays whole.
+
+    Raises: ParallelError, LayoutError: a pattern that matches nothing, a placement that does not fit.
+    """
+    named = _tensors(module)
+    _check_patterns(patterns, named)
+    return {name: _words(*_resolved(mesh, _placements_for(name, patterns, mesh))) for name in named}
+
+
+def _words(placements: tuple[Placement, ...], order: tuple[str, ...] | None) -> str:
+    whole = all(placement.is_replicated for placement in placements)
+    return "" if whole else f"{placements}" + (f" in the order {order}" if order else "")
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, patterns: ByPattern, source: int | None, said: str) -> None:
@@ -136,7 +167,7 @@ def _asked(
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue
         first = asked.setdefault(id(tensor), name)
-        one, other = (resolve_placements(mesh, chosen[n], default="replicate") for n in (first, name))
+        one, other = (_resolved(mesh, chosen[n]) for n in (first, name))
         if one != other:
             raise ParallelError(
                 f"{said}: {first} and {name} are one parameter (tied weights), and the plan "
@@ -148,7 +179,7 @@ def _asked(
 def _placements_for(name: str, patterns: ByPattern, mesh: DeviceMesh) -> PlacementsArgument:
     for pattern, given in patterns.items():
         if fnmatch.fnmatchcase(name, pattern):
-            resolve_placements(mesh, given, default="replicate")  # refuses before anything is changed
+            _resolved(mesh, given)  # refuses before anything is changed
             return given
     return (Replicate(),) * mesh.ndim
 
@@ -166,7 +197,7 @@ def _to_be_placed(
     ours, in_a_unit = as_ours(tensor), bool(getattr(tensor, "_fully_sharded", ""))
     if not in_a_unit and is_free_for(ours, mesh):
         return True
-    layout, (resolved, order) = ours._spec.layout, resolve_placements(mesh, placements, default="replicate")
+    layout, (resolved, order) = ours._spec.layout, _resolved(mesh, placements)
     same = ours.device_mesh == mesh and not in_a_unit  # a part of a unit is whole where it computes
     asked = layout.with_placements(resolved, order=order) if same else None
     if named_by and (asked is None or not layout.is_placed_as(asked)):

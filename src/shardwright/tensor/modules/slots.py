@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat.fully_shard import forget_unit
 
@@ -38,6 +40,13 @@ def slots_of(module: nn.Module) -> Iterator[Slot]:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield Slot(owner, name, f"{prefix}.{name}" if prefix else name)
+
+
+def local_plain(parameter: nn.Parameter) -> torch.Tensor:
+    """What is stored on this rank: the local tensor of a DTensor, the tensor itself otherwise."""
+    if isinstance(parameter, TorchDTensor):
+        return parameter._local_tensor.detach()
+    return parameter.detach()
 
 
 @contextmanager

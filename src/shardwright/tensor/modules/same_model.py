@@ -1,4 +1,4 @@
-"""Strategies look at their own arguments, then ranks compare what they are to place, then it is placed.
+"""Verbs that place modules look at their own arguments, then ranks compare what they are to place.
 
 What differs would be broadcast into memory of another size, or cut into parts of different tensors, and be
 noticed a step later by nobody but the backend. One number each is compared; what it stands for is told only
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import partial, wraps
+from functools import partial
 from types import NoneType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shardwright.comm.dtype import as_bytes
 from shardwright.comm.functional import reduce_over
@@ -30,20 +31,17 @@ from shardwright.comm.record import because
 from shardwright.comm.told import told
 from shardwright.compat import FakeTensor, axis_names
 from shardwright.context.submesh import groups_above_one
-from shardwright.errors import ParallelError, ShardwrightError, words_of
-from shardwright.grads.stages import tell_refused
-from shardwright.parallel.place import local_plain
+from shardwright.errors import ParallelError
 from shardwright.placement.base import Placement
+from shardwright.tensor.modules.slots import local_plain
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _REASON = "compare the parameters to place"
 _NO_MORE, _ERROR = "no more parameters", "error: "
 _SAMPLES = 16  # of each parameter: who draws from another stream differs in all of them
 _SHOWN = 8
 _FIX = (
     "  fix: make the module alike on every rank: the same layers in the same order, with the same shapes, "
-    "dtypes, ties and requires_grad"
+    "dtypes, ties and requires_grad, and ask for the same placements"
 )
 # What every process writes in the same way; of other objects the class is compared.
 _WRITTEN_ALIKE = (str, bytes, int, float, bool, NoneType, Enum, torch.dtype, torch.device, Placement)
@@ -69,43 +67,27 @@ def compared_before() -> Iterator[None]:
         _here.trusted = before
 
 
-def heard_by_stages(verb: Callable[P, T]) -> Callable[P, T]:
-    """A strategy whose error on one stage alone is told to the stages that wait for it in `Pipeline(...)`."""
-
-    @wraps(verb)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return verb(*args, **kwargs)
-        except Exception as error:
-            given = args[0] if args else kwargs.get("module")
-            modules = given if isinstance(given, list) else [given]
-            own = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters()]
-            by_us = isinstance(error, ShardwrightError)
-            tell_refused(own, str(error) if by_us else f"{verb.__name__}: {words_of(error)}")
-            raise
-
-    return called
-
-
 @dataclass
 class Said:
-    """What a call of a strategy says to the other ranks, filled in while its own arguments are looked at.
+    """What a call of such a verb says to the other ranks, filled in while its own arguments are looked at.
 
     Args:
         options: those of the call.
         left_alone: parameters that this call does not place: a rank may have some of its own.
+        becomes: `{name: what it shall be}`, of buffers too where the call places them.
         cut, over: those of which each rank of this axis keeps a part of its own.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     left_alone: Collection[nn.Parameter] = ()
+    becomes: Mapping[str, str] = field(default_factory=dict)
     cut: Iterable[nn.Parameter] = ()
     over: str = ""
 
 
 @contextmanager
 def agreed(verb: str, module: Any, mesh: Any) -> Iterator[Said]:
-    """Inside, a strategy looks at its own arguments; after it all ranks of `mesh` go on, or all raise.
+    """Inside, a verb looks at its own arguments; after it all ranks of `mesh` go on, or all raise.
 
     Compared are names of parameters and their order, shapes, dtypes, `requires_grad`, which are tied, which
     axes place them already, and the options. Values are not, for a checkpoint may be loaded afterwards: where
@@ -137,23 +119,32 @@ def _is_alone(mesh: object) -> bool:
 
 
 def _facts(module: nn.Module, said: Said) -> list[str]:
-    """What must be the same: a line of the options, and one for each name of a parameter."""
-    first, left_alone = dict[nn.Parameter, str](), set(said.left_alone)
+    """What must be the same: a line of the options, and one for each name of a tensor to place."""
+    first, left_alone = dict[Tensor, str](), set[Tensor](said.left_alone)
     lines = [f"options: {told_alike(said.options)}"]
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter in left_alone:
-            continue
-        known = first.setdefault(parameter, name)
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        words = [f"{name}: {dtype} {tuple(parameter.shape)}"]
-        if isinstance(parameter, TorchDTensor):
-            words.append(f"placed {tuple(parameter.placements)} on {axis_names(parameter.device_mesh)}")
-        if not parameter.requires_grad:
-            words.append("requires_grad=False")
-        if known != name:
-            words.append(f"tied to {known}")
-        lines.append(", ".join(words))
+    buffers = module.named_buffers(remove_duplicate=False)
+    placed = ((name, buffer) for name, buffer in buffers if name in said.becomes)
+    for name, x in (*module.named_parameters(remove_duplicate=False), *placed):
+        if x not in left_alone:
+            known = first.setdefault(x, name)
+            words = [f"{name}: {_described(x)}"]
+            if said.becomes.get(name):
+                words.append(f"to be {said.becomes[name]}")
+            if known != name:
+                words.append(f"tied to {known}")
+            lines.append(", ".join(words))
     return lines
+
+
+def _described(x: Tensor) -> str:
+    if isinstance(x, UninitializedParameter | UninitializedBuffer):
+        return "no shape yet"
+    words = [f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"]
+    if isinstance(x, TorchDTensor):
+        words.append(f"placed {tuple(x.placements)} on {axis_names(x.device_mesh)}")
+    if isinstance(x, nn.Parameter) and not x.requires_grad:
+        words.append("requires_grad=False")
+    return ", ".join(words)
 
 
 def told_alike(value: Any) -> str:
