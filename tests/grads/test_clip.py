@@ -13,6 +13,7 @@ from shardwright.comm.record import Recorder
 from shardwright.context import DeviceMeshParameters
 from shardwright.errors import ConfigError, ParallelError
 from shardwright.grads import GradientSynchronizer, NonFiniteNormError, clip_grad_norm_
+from shardwright.parallel import parallelize_pipeline
 from shardwright.placement import Partial, Replicate, Shard
 from shardwright.tensor.distribute import distribute_tensor
 from shardwright.tensor.dtensor import DTensor
@@ -260,3 +261,71 @@ def test_what_is_no_parameter_is_refused(given):
 def test_buckets_of_no_bytes_are_refused(most):
     with pytest.raises(ParallelError, match=r"bucket_bytes=.* is no whole number above 0"):
         GradientSynchronizer([], most)
+
+
+def _placed(cut):
+    mesh = rank_mesh((2,), ("dp",))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0) if cut else Replicate()]))
+    parameter.grad = distribute_tensor(torch.full((4, 4), 3.0), mesh, [Shard(0) if cut else Replicate()])
+    return parameter
+
+
+def _wrong_on_one(cut, how):
+    parameter = _placed(cut)
+    given = {"max_norm": 1.0}
+    if dist.get_rank() == 1 and how != "gradient":
+        given |= how
+    if dist.get_rank() == 1 and how == "gradient":
+        other = rank_mesh((2,), ("other",))
+        parameter.grad = distribute_tensor(torch.ones(4, 4), other, [Replicate()], src_data_rank=None)
+    with pytest.raises((ConfigError, ParallelError)) as caught:
+        clip_grad_norm_(parameter, **given)
+    fine = _placed(cut)
+    norm = clip_grad_norm_(fine, 1.0).item()  # nobody is a message behind
+    return str(caught.value), norm, parameter.grad.to_local().unique().item()
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [{"max_norm": -1.0}, {"max_norm": math.nan}, {"norm_type": 0.0}, {"error_if_nonfinite": 3}, "gradient"],
+    ids=str,
+)
+def test_what_one_rank_cannot_clip_raises_on_all_and_changes_nothing(ranks, how, cut):
+    """The others had waited for it."""
+    (here, norm, kept), (there, also, _) = ranks(2, _wrong_on_one, cut, how, timeout=30)
+    assert here.startswith("a rank of ('dp',) cannot go on with its gradients, as its own error says")
+    assert ("the gradient of" if how == "gradient" else next(iter(how))) in there
+    assert norm == also == 12.0
+    assert kept == 3.0
+
+
+def _wrong_infinity_norm():
+    parameter = _placed(True)
+    with pytest.raises((ConfigError, ParallelError)) as caught:
+        clip_grad_norm_(parameter, -1.0 if dist.get_rank() else 1.0, math.inf)
+    return str(caught.value)
+
+
+def test_so_it_does_of_the_infinity_norm(ranks):
+    here, there = ranks(2, _wrong_infinity_norm, timeout=30)
+    assert here.startswith("a rank of ('dp',) cannot go on")
+    assert there.startswith("max_norm=-1.0 is no norm")
+
+
+def _wrong_in_one_stage():
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_pipeline(pair, rank_mesh((2,), ("pp",)), ["1"])
+    for parameter in pair.parameters():
+        if not parameter.is_meta:
+            parameter.grad = torch.ones_like(parameter)
+    with pytest.raises((ConfigError, ParallelError)) as caught:
+        clip_grad_norm_(pair, -1.0 if dist.get_rank() else 1.0)
+    return str(caught.value), clip_grad_norm_(pair, 1.0).item()
+
+
+def test_what_one_stage_cannot_clip_raises_on_the_others(ranks):
+    (here, norm), (there, also) = ranks(2, _wrong_in_one_stage, timeout=30, fresh=True)
+    assert here == "clip_grad_norm_: a rank of another stage cannot go on, as its own error says"
+    assert there.startswith("max_norm=-1.0 is no norm")
+    assert norm == also == pytest.approx(math.sqrt(40))

@@ -132,3 +132,35 @@ def test_what_is_no_count_is_refused(count):
 def test_what_is_no_mesh_is_refused(mesh):
     with pytest.raises(ParallelError, match="takes the mesh of ranks"):
         global_mean(torch.tensor(3.0), 1, mesh)
+
+
+_LOST = "global_mean over ('dp',): a rank has no sum of losses or no count to add"
+
+
+def _wrong_on_one(loss_sum, count):
+    mesh = rank_mesh((2,), ("dp",))
+    given = (loss_sum, count) if dist.get_rank() else (torch.tensor(2.0), 1)
+    try:
+        said = global_mean(*given, mesh).item()
+    except ParallelError as error:
+        said = str(error)
+    again = global_mean(torch.tensor(2.0), 1, mesh).item()  # nobody is a message behind
+    return said, again
+
+
+@pytest.mark.parametrize(
+    ("loss_sum", "count", "why"),
+    [
+        (torch.ones(2), 1, "takes this rank's sum of losses as a scalar"),
+        (None, 1, "takes this rank's sum of losses as a scalar"),
+        (torch.ones(()), -1, "takes how many items this rank summed, got -1"),
+        (torch.ones(()), True, "takes how many items this rank summed, got True"),
+        (torch.ones(()), torch.tensor(math.nan), _LOST),
+    ],
+)
+def test_what_one_rank_cannot_add_raises_on_all(ranks, loss_sum, count, why):
+    """The others had waited for it."""
+    (here, again), (there, also) = ranks(2, _wrong_on_one, loss_sum, count, timeout=30)
+    assert here.startswith(_LOST)
+    assert why in there
+    assert again == also == 2.0

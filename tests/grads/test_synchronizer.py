@@ -398,3 +398,28 @@ def test_a_parameter_that_data_parallelism_left_out_is_refused_by_name(ranks, fi
         "freeze them"
     )
     assert "ranks [0] too" in texts[2]
+
+
+def _foreign_on_one():
+    mesh = _mesh(2)
+    parameters = [_parameter(mesh, [Replicate()]), _parameter(mesh, [Replicate()])]
+    for parameter in parameters:
+        parameter.grad = DTensor.from_local(torch.ones(4, 6), mesh, [SUM])
+    if dist.get_rank() == 1:
+        other = rank_mesh((2,), ("other",))
+        parameters[1].grad = distribute_tensor(torch.ones(4, 6), other, [Replicate()], src_data_rank=None)
+    synchronizer = GradientSynchronizer(parameters)
+    with pytest.raises(ParallelError) as caught:
+        synchronizer.synchronize()
+    assert parameters[0].grad.placements == (SUM,)
+    parameters[1].grad = DTensor.from_local(torch.ones(4, 6), mesh, [SUM])
+    synchronizer.synchronize()
+    return str(caught.value), parameters[0].grad.to_local().unique().item()
+
+
+def test_a_gradient_that_one_rank_cannot_sum_raises_on_all(ranks):
+    """The others had waited for it."""
+    (here, total), (there, also) = ranks(2, _foreign_on_one, timeout=30)
+    assert here == "a rank of ('a',) cannot go on with its gradients, as its own error says; none was changed"
+    assert there.startswith("the gradient of parameter 1 of shape (4, 6) is on")
+    assert total == also == 2.0

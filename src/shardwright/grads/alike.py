@@ -51,9 +51,10 @@ class Crowd:
         codes = array("Q", _codes(self.parameters.items(), gradients))
         return xxhash.xxh3_64_intdigest(codes.tobytes()), max(codes, default=_MISSING) <= _FINISHED
 
-    def total(self, numbers: Tensor, digest: int, *, reason: str) -> tuple[Tensor, bool]:
+    def total(self, numbers: Tensor, digest: int | None, *, reason: str) -> tuple[Tensor, bool]:
         """Sums of numbers over the ranks, and whether all of them are in this state.  [k] float -> [k].
 
+        Args: digest: that of `states`; None, which is like no other: this rank has none to tell.
         Cost: an all-reduce of k + 128 numbers per axis of more than one rank.
         """
         sums = torch.cat((numbers, in_numbers(digest, numbers.dtype, numbers.device)))
@@ -77,8 +78,10 @@ def crowds_of(parameters: Mapping[str, TorchDTensor]) -> dict[frozenset[int], Cr
     return found
 
 
-def in_numbers(digest: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def in_numbers(digest: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """64 bits as what `are_alike` reads from a sum:  [128]."""
+    if digest is None:
+        return torch.ones(NUMBERS, dtype=dtype, device=device)
     bits = [digest >> i & 1 for i in range(_BITS)]
     return torch.tensor(bits + [1 - bit for bit in bits], dtype=dtype, device=device)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import NoneType
 from typing import Any
 
@@ -17,20 +18,21 @@ from shardwright.comm.bucket import DEFAULT_BUCKET_BYTES
 from shardwright.comm.functional import reduce_over
 from shardwright.compat import foreach_mul_, foreach_norm
 from shardwright.context.submesh import groups_above_one
-from shardwright.errors import ConfigError, ShardwrightError, refuse_other_kind
-from shardwright.grads.alike import crowds_of
+from shardwright.errors import ConfigError, ParallelError, ShardwrightError, refuse_other_kind
+from shardwright.grads.alike import Crowd, crowds_of
 from shardwright.grads.parameters import (
     Parameters,
     named_parameters,
     refuse_gathered,
     that_may_have_gradients,
 )
-from shardwright.grads.pending import finish_gradients
+from shardwright.grads.pending import finish_gradients, tell_lost
 from shardwright.grads.stages import SharedByStages, axis_of_all, groups_of, stages_of
 from shardwright.remember import remembered
 from shardwright.tensor.spec import Token
 from shardwright.tensor.wrap import as_ours
 
+_REASON, _LOST = "norm of gradients", math.inf
 _Key = tuple[DeviceMesh | None, tuple[str, ...], SharedByStages | None]
 
 
@@ -70,27 +72,33 @@ def clip_grad_norm_(
         NonFiniteNormError: see `error_if_nonfinite`.
         ConfigError: `norm_type` is not above 0, or `max_norm` below; a parameter is pending (`Partial`) where
             its gradient is too; no parameters, beside pipelines on several axes.
+        ParallelError: another rank raises one of these, or has a gradient that it cannot read.
 
     Cost: per mesh axis one all-reduce of about a kilobyte, which adds up norms and tells whether all ranks
         have the same gradients; a few bytes per parameter more where they have not, and what
         `GradientSynchronizer.synchronize` sends where some are pending; of a pipeline one of 16 bytes over
         its stages.
     """
-    fix = "True or False"
-    refuse_other_kind("error_if_nonfinite", error_if_nonfinite, bool, ConfigError, fix=fix)
-    refuse_other_kind("foreach", foreach, (bool, NoneType), ConfigError, fix=f"{fix}, or None")
-    max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type={norm_type} is no norm; use a number above 0, or inf")
     named = named_parameters(parameters)
     stages = list(dict.fromkeys(held.mesh for held in map(stages_of, named.values()) if held is not None))
     stages = stages if named else axis_of_all()
     wanted = that_may_have_gradients(named)
     distributed = {name: p for name, p in wanted.items() if isinstance(p, TorchDTensor)}
-    if len(distributed) < len(wanted):
-        refuse_gathered(wanted)
     fused = foreach is not False
-    powers = _powers(distributed, norm_type, fused=fused)
+    crowds = list(crowds_of(distributed).values())
+    try:
+        with _heard(crowds, norm_type):
+            max_norm, norm_type = _checked(max_norm, norm_type, error_if_nonfinite, foreach)
+            if len(distributed) < len(wanted):
+                refuse_gathered(wanted)
+            states = [crowd.states() for crowd in crowds]
+        powers = _powers(crowds, states, norm_type, fused=fused)
+    except ShardwrightError:
+        if stages:
+            zero = torch.zeros((), dtype=torch.float64, device=stages[0].device_type)
+            with suppress(ParallelError):
+                _over_stages(zero, stages, norm_type, wide=_LOST)
+        raise
     groups = _group(wanted.values())
     total = _total_norm(groups, powers, stages, norm_type, fused=fused)
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -100,6 +108,31 @@ def clip_grad_norm_(
         )
     _scale([local for locals_ in groups.values() for local in locals_], max_norm, total, fused=fused)
     return total
+
+
+def _checked(max_norm: Any, norm_type: Any, error_if_nonfinite: Any, foreach: Any) -> tuple[float, float]:
+    """The two numbers. Raises: ConfigError: an argument is not what it must be."""
+    fix = "True or False"
+    refuse_other_kind("error_if_nonfinite", error_if_nonfinite, bool, ConfigError, fix=fix)
+    refuse_other_kind("foreach", foreach, (bool, NoneType), ConfigError, fix=f"{fix}, or None")
+    limit, p = _number("max_norm", max_norm), _number("norm_type", norm_type)
+    if not p > 0:
+        raise ConfigError(f"norm_type={p} is no norm; use a number above 0, or inf")
+    return limit, p
+
+
+@contextmanager
+def _heard(crowds: Sequence[Crowd], norm_type: object) -> Iterator[None]:
+    """Inside, a rank looks at what it has; of an error hear those that wait for it in the first sum."""
+    try:
+        yield
+    except Exception:
+        for crowd in crowds[:1]:
+            kinds = 0 if norm_type == math.inf else sum(map(_is_cut, _group(crowd.parameters.values())))
+            zeros = torch.zeros(kinds, dtype=torch.float64, device=crowd.mesh.device_type)
+            crowd.total(zeros, None, reason=_REASON)
+            tell_lost(crowd.parameters)
+        raise
 
 
 def _number(name: str, given: Any) -> float:
@@ -113,7 +146,9 @@ def _number(name: str, given: Any) -> float:
     return found
 
 
-def _powers(distributed: dict[str, TorchDTensor], p: float, *, fused: bool) -> dict[_Key, Tensor]:
+def _powers(
+    crowds: Sequence[Crowd], states: Sequence[tuple[int, bool]], p: float, *, fused: bool
+) -> dict[_Key, Tensor]:
     """Return the sum of |x|^p of each kind of cut over its ranks, of finished gradients.
 
     Of the infinity norm none: it is no sum. One all-reduce per axis tells too whether all ranks have the same
@@ -121,14 +156,13 @@ def _powers(distributed: dict[str, TorchDTensor], p: float, *, fused: bool) -> d
     their parameters' layouts first.
     """
     found: dict[_Key, Tensor] = {}
-    for crowd in crowds_of(distributed).values():
-        digest, finished = crowd.states()
+    for crowd, (digest, finished) in zip(crowds, states, strict=True):
         local = {} if math.isinf(p) else _group(crowd.parameters.values())
         keys = [key for key in local if _is_cut(key)]  # of parameters: as many on every rank
         terms = torch.zeros(len(keys), dtype=torch.float64, device=crowd.mesh.device_type)
         for at, key in enumerate(keys if finished else ()):
             terms[at] = _local_power(local[key], p, fused=fused) / _copies(key)
-        sums, alike = crowd.total(terms, digest, reason="norm of gradients")
+        sums, alike = crowd.total(terms, digest, reason=_REASON)
         if alike and finished:
             found.update(zip(keys, sums.unbind(), strict=True))
         else:
@@ -223,15 +257,18 @@ def _joined(powers: Sequence[Tensor], p: float) -> Tensor:
     return stacked.max() if math.isinf(p) else stacked.sum()
 
 
-def _over_stages(power: Tensor, stages: list[DeviceMesh], p: float, *, wide: bool) -> tuple[Tensor, bool]:
+def _over_stages(power: Tensor, stages: list[DeviceMesh], p: float, *, wide: float) -> tuple[Tensor, bool]:
     """Return the power of all stages of a pipeline, of which this rank has that of its own; is one wide?
 
     Args: wide: has a gradient of this rank more than 32 bits? The norm has one dtype on all stages.
+    Raises: ParallelError: a rank says that it is lost.
     """
     both = torch.stack([power, torch.full_like(power, float(wide))])
     for axis, group in groups_of(stages):
-        op = "max" if math.isinf(p) else "sum"
+        op = "max" if p == math.inf else "sum"
         both = reduce_over(both, op, group, axis=axis, reason="norm of gradients over stages")
+    if float(both[1]) == _LOST:
+        raise ParallelError("clip_grad_norm_: a rank of another stage cannot go on, as its own error says")
     return both[0], bool(both[1])
 
 
@@ -245,7 +282,7 @@ def _reduced_power(key: _Key, locals_: Sequence[Tensor], p: float, *, fused: boo
     for axis, group in groups_above_one(mesh):
         if axis in cut:
             op = "max" if math.isinf(p) else "sum"
-            power = reduce_over(power, op, group, axis=axis, reason="norm of gradients")
+            power = reduce_over(power, op, group, axis=axis, reason=_REASON)
     return power
 
 

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over
+from shardwright.comm.told import told
+from shardwright.comm.traced import is_traced
 from shardwright.compat import axis_names
 from shardwright.context.submesh import groups_above_one, refuse_outside
 from shardwright.errors import ParallelError
@@ -37,22 +39,47 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
 
     Raises:
         ParallelError: `loss_sum` is no scalar, or a DTensor that is global over ranks of `mesh` already; this
-            rank is none of the mesh's.
+            rank is none of the mesh's; another rank raises one (on a GPU, and in a compiled graph, the mean
+            is NaN instead, for nobody waits for the device there).
 
     Cost: one all-reduce of 16 bytes per axis forward, nothing backward; of a pending DTensor one all-reduce
         of the scalar more.
     """
-    _check(loss_sum, count, mesh)
-    loss_sum, count = _whole(loss_sum), _whole(count)
+    try:
+        _check(loss_sum, count, mesh)
+        loss_sum, count = _whole(loss_sum), _whole(count)
+    except Exception:  # whatever it is, the other ranks wait
+        if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None:
+            _added(torch.tensor([math.nan, -math.inf], dtype=torch.float64, device=mesh.device_type), mesh)
+        raise
     items = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)  # every count is exact there
     local = torch.stack([loss_sum.detach().double().reshape(()), items.detach().reshape(())])
-    for axis, group in groups_above_one(mesh):
-        local = reduce_over(local, "sum", group, axis=axis, reason="global mean of the loss")
-    total, items = local.unbind()
+    total, items = _added(local, mesh).unbind()
+    _refuse_lost(items, mesh)
     items = items.clamp(min=1.0)
     dtype = loss_sum.dtype if loss_sum.is_floating_point() else torch.get_default_dtype()
     mean: Tensor = _GlobalMean.apply(loss_sum, (total / items).to(dtype), items)  # type: ignore[no-untyped-call]
     return mean
+
+
+def _added(local: Tensor, mesh: DeviceMesh) -> Tensor:
+    for axis, group in groups_above_one(mesh):
+        local = reduce_over(local, "sum", group, axis=axis, reason="global mean of the loss")
+    return local
+
+
+def _refuse_lost(items: Tensor, mesh: DeviceMesh) -> None:
+    """Raise ParallelError where a rank of the mesh has no count to add.
+
+    Read where that waits for no device: elsewhere, and in a graph, the mean is NaN then.
+    """
+    if torch.compiler.is_compiling() or is_traced(items) or items.device.type != "cpu":
+        return
+    if not told(items.isfinite()):
+        raise ParallelError(
+            f"global_mean over {axis_names(mesh)}: a rank has no sum of losses or no count to add, as its "
+            "own error says, or its count is NaN or infinite"
+        )
 
 
 def _check(loss_sum: Any, count: Any, mesh: DeviceMesh) -> None:

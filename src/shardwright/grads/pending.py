@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -75,7 +76,13 @@ def finish_gradients(parameters: Mapping[str, TorchDTensor], bucket_bytes: int, 
     Raises:
         ParallelError: the layouts of one gradient on two ranks contradict each other; raised on every rank.
     """
-    for found in _by_mesh(parameters):
+    try:
+        by_mesh = _by_mesh(parameters)
+    except Exception:  # whatever it is, the other ranks wait
+        if not agreed:
+            tell_lost(parameters)
+        raise
+    for found in by_mesh:
         states = found.own
         if not agreed:
             states = agree(found.mesh, found.own, found.parameters[0].device)
@@ -84,6 +91,16 @@ def finish_gradients(parameters: Mapping[str, TorchDTensor], bucket_bytes: int, 
             _check(found, states)
             _join(found, states)
         _finish(found, states, bucket_bytes)
+
+
+def tell_lost(parameters: Mapping[str, TorchDTensor]) -> None:
+    """Let peers that wait in `finish_gradients` for this rank's states hear that it cannot go on."""
+    first = next(iter(parameters.values()), None)
+    if first is not None:
+        mesh = first._spec.mesh
+        none = GradientState(pending=(False,) * mesh.ndim)
+        with suppress(ParallelError):
+            agree(mesh, [none for p in parameters.values() if p._spec.mesh == mesh], first.device, lost=True)
 
 
 def _by_mesh(parameters: Mapping[str, TorchDTensor]) -> Iterable[_OnMesh]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardwright.comm.functional import reduce_over
 from shardwright.comm.record import because
 from shardwright.comm.told import told
+from shardwright.compat import axis_names
 from shardwright.compat.fully_shard import managing_unit
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
@@ -26,6 +27,7 @@ from shardwright.tensor.spec import Token
 from shardwright.tensor.wrap import as_ours
 
 SUM = Partial("sum")
+_LOST = 2  # added to flags, each of which is 0 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +82,26 @@ def between(gradient: Token, parameter: Token) -> GradientState:
     return GradientState(finished=not any(pending), pending=pending)
 
 
-def agree(mesh: DeviceMesh, states: Sequence[GradientState], device: torch.device) -> list[GradientState]:
+def agree(
+    mesh: DeviceMesh, states: Sequence[GradientState], device: torch.device, *, lost: bool = False
+) -> list[GradientState]:
     """Return, for each gradient, what is true of it on some rank of `mesh`.
 
+    Args: lost: this rank cannot go on; the states are any, as many as its peers have.
+    Raises: ParallelError: so it is on some rank.
     Cost: one all-reduce per axis, of 3 bytes plus one per axis for each gradient.
     """
     rows = [(each.missing or each.partial > 0, each.finished, each.other, *each.pending) for each in states]
-    flags = torch.tensor(rows, dtype=torch.uint8, device=device)
+    flags = torch.tensor(rows, dtype=torch.uint8, device=device) + _LOST * lost
     for axis, group in groups_above_one(mesh):
         flags = reduce_over(flags, "max", group, axis=axis, reason="which ranks have which gradients")
-    return [_from_row(row) for row in told(flags)]
+    known = told(flags)
+    if known and known[0][0] >= _LOST:
+        raise ParallelError(
+            f"a rank of {axis_names(mesh)} cannot go on with its gradients, as its own error says; none was "
+            "changed"
+        )
+    return [_from_row(row) for row in known]
 
 
 def differ_along(axis: str, mesh: DeviceMesh, numbers: Sequence[int], device: torch.device) -> list[bool]:
