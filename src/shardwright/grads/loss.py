@@ -49,8 +49,7 @@ def global_mean(loss_sum: Tensor, count: int | Tensor, mesh: DeviceMesh) -> Tens
         _check(loss_sum, count, mesh)
         loss_sum, count = _whole(loss_sum), _whole(count)
     except Exception:  # whatever it is, the other ranks wait
-        if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None:
-            _added(torch.tensor([math.nan, -math.inf], dtype=torch.float64, device=mesh.device_type), mesh)
+        _tell_lost(mesh)
         raise
     items = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)  # every count is exact there
     local = torch.stack([loss_sum.detach().double().reshape(()), items.detach().reshape(())])
@@ -66,6 +65,12 @@ def _added(local: Tensor, mesh: DeviceMesh) -> Tensor:
     for axis, group in groups_above_one(mesh):
         local = reduce_over(local, "sum", group, axis=axis, reason="global mean of the loss")
     return local
+
+
+def _tell_lost(mesh: object) -> None:
+    """Add what `_refuse_lost` finds on the other ranks of a mesh, if it is one that has this rank."""
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None:
+        _added(torch.tensor([math.nan, -math.inf], dtype=torch.float64, device=mesh.device_type), mesh)
 
 
 def _refuse_lost(items: Tensor, mesh: DeviceMesh) -> None:
