@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.collectives import all_reduce
-from shardwright.context.submesh import groups_above_one, refuse_outside
+from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.stages import heard_by_stages
 from shardwright.parallel.meshes import named_axes
@@ -54,7 +54,6 @@ def parallelize_batch_norm(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """
     with agreed(_VERB, module, mesh) as said:
         named_axes(mesh, _VERB, module)
-        refuse_outside(mesh, _VERB, ParallelError)
         found = {path or "the module": m for path, m in module.named_modules() if is_batch_norm(m)}
         if not found and not is_cut(module):
             raise ParallelError(f"{_VERB}: no batch norm of torch inside {type(module).__name__}")

@@ -41,14 +41,16 @@ def named_axes(
     """The axis names of a mesh that a strategy works on; those of one axis may do without (`axis0`).
 
     Args: left_alone: parameters of the module that the strategy does not place.
-    Raises: ParallelError: several axes without names, no mesh; no module; the mesh has ranks that hold other
-        stages of the module; it or one that places a parameter already has no names to join axes by.
+    Raises: ParallelError: several axes without names, no mesh, one without this rank; no module; the mesh has
+        ranks that hold other stages of the module; it or one that places a parameter already has no names to
+        join axes by.
     """
     if module is not _NOT_ASKED:
         refuse_no_module(verb, module, left_alone)
     given: object = mesh
     if not isinstance(given, DeviceMesh):
         raise ParallelError(f"{verb} needs a mesh with axis names, got {type(given).__name__}")
+    refuse_outside(mesh, verb, ParallelError)
     if mesh.mesh_dim_names is None and mesh.ndim > 1:
         raise ParallelError(f"{verb} needs a mesh with axis names; make it with mesh_dim_names=(...)")
     for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
@@ -78,10 +80,8 @@ def one_axis(mesh: DeviceMesh, verb: str, module: object, of: str) -> str:
 def refuse_other_order(mesh: DeviceMesh, axis: str, verb: str) -> None:
     """Raise ParallelError on all ranks where they do not ascend along the axis, also for a slice.
 
-    torch sorts the ranks of a group, and what counts places there would give a rank the part of another. So
-    it does on a rank that is none of the mesh's: it has no group at all.
+    torch sorts the ranks of a group, and what counts places there would give a rank the part of another.
     """
-    refuse_outside(mesh, verb, ParallelError)
     root = root_mesh(mesh)
     of = root if axis in axis_names(root) else mesh
     ranks = of.mesh.movedim(axis_names(of).index(axis), -1)
