@@ -28,6 +28,7 @@ STATE = {
     "parallel/place.py:_watching": "the hook of modules, once a parameter computes as its local tensor",
     "placement/base.py:OWN_CLASSES": "the library's own classes, listed as they are made",
     "grads/stages.py:_cut": "the axes over which models were cut into stages, while their world lasts",
+    "grads/stages.py:_met": "how often pipelines were made of them, while their world lasts",
     "context/registry.py:_newest": "the open context",
     "tensor/dispatch/torch_shardings.py:_told": "warnings are said once",
     "tensor/spec.py:_summed": "axes on which parameters compute locally, as strategies have said",

@@ -1,6 +1,7 @@
 """What cannot be a pipeline is said once, on every rank, and nothing has been changed then."""
 
 import math
+import time
 from unittest.mock import patch
 
 import pytest
@@ -451,6 +452,25 @@ def _refused_and_done_right():
 
 def test_a_stage_that_was_refused_a_strategy_may_come_with_another(ranks):
     ranks(2, _refused_and_done_right)
+
+
+def _comes_late():
+    mesh = rank_mesh((2, 1), ("pp", "dp"))
+    model = parallelize_pipeline(Decoder(), mesh["pp"], ["layers.2"])
+    _text(parallelize_tensor, model, mesh["dp"], {"head": "colwise"})
+    if mesh["pp"].get_local_rank() == 1:
+        time.sleep(0.8)
+    with patch.object(agreement, "_PATIENCE", 0.2):
+        texts = [_text(Pipeline, model, loss_sum, micro_batches=n) for n in (2, 0)]
+    Pipeline(model, loss_sum, micro_batches=2)
+    return texts
+
+
+def test_a_stage_that_comes_when_the_others_have_given_up_raises_as_they_did(ranks):
+    """It had gone on with the next word that it found there, and waited for a message of the last call."""
+    for late, none in ranks(2, _comes_late, timeout=30, fresh=True):
+        assert late.startswith("Pipeline: a stage cannot go on\n  rank 1 of the axis: parallelize_tensor")
+        assert none.startswith("pipeline: micro_batches=0 is no number of parts")
 
 
 def _complex_loss():

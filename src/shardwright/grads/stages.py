@@ -45,6 +45,8 @@ class SharedByStages:
 # rank, and ranks that differ about it would meet the wrong collectives of their peers. A world ends on all
 # ranks alike.
 _cut: weakref.WeakKeyDictionary[object, Counter[DeviceMesh]] = weakref.WeakKeyDictionary()
+# How often pipelines were made of them, counted anew from each cut on: a rank may not have come before it.
+_met: weakref.WeakKeyDictionary[object, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def note_cut(mesh: DeviceMesh) -> None:
@@ -78,34 +80,37 @@ def heard_by_stages(verb: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-def meet(mesh: DeviceMesh, times: int, patience: float) -> str | None:
+def meet(mesh: DeviceMesh, patience: float) -> str | None:
     """Wait until all ranks of an axis have come here as often, but for a minute at most.
 
-    Returns: why one of them was refused a strategy, if it has not come all the same in `patience` seconds.
+    Returns: why one of them was refused a strategy, if it has not come all the same in `patience` seconds;
+        the same on all ranks, also on one that comes when the others have given up.
     """
     store, begun, refused = default_store(), time.monotonic(), math.inf
-    keys = [_key(mesh, rank) for rank in range(mesh.size())]
-    mine = keys[mesh.get_local_rank()]
-    store.set(mine, str(times))
+    keys, here = [_key(mesh, rank) for rank in range(mesh.size())], _key(mesh, _ALL)
+    met = _met.setdefault(dist.group.WORLD, Counter())
+    met[here] += 1
+    times = met[here]
+    store.set(keys[mesh.get_local_rank()], str(times))
     while (now := time.monotonic()) < begun + _LONGEST:
         said = [store.get(key).decode() if store.check([key]) else "0" for key in keys]
         why = [f"rank {rank} of the axis: {x[1:]}" for rank, x in enumerate(said) if x[0] == _REFUSED]
-        if not why and min(map(int, said)) >= times:
-            break
+        all_are_here = not why and min(map(int, said)) >= times
         refused = min(refused, now) if why else math.inf
-        if now > refused + patience:
-            store.set(mine, f"{_REFUSED}{why[0]}")
-            return why[0]
+        if all_are_here or now > refused + patience:
+            # The first to decide does so for all: one may come while another gives up.
+            ends = store.compare_set(f"{here}/{times}", "", _GO if all_are_here else why[0]).decode()
+            return None if ends == _GO else ends
         time.sleep(min((now - begun) / 8, 0.2))
     return None
 
 
-def _key(mesh: DeviceMesh, rank: int) -> str:
+def _key(mesh: DeviceMesh, rank: int | str) -> str:
     cuts = _cut.get(dist.group.WORLD, Counter())[mesh]
     return f"shardwright/stages/{mesh.get_group().group_name}/{cuts}/{rank}"
 
 
-_REFUSED, _LONGEST = "!", 60.0
+_REFUSED, _ALL, _GO, _LONGEST = "!", "all", "go", 60.0
 
 
 def axis_of_all() -> list[DeviceMesh]:

@@ -56,8 +56,7 @@ class Agreement:
             yield
         except Exception as failed:  # noqa: BLE001  whatever it is, the other ranks wait
             error = failed
-        self._split.met += 1
-        why = meet(self._split.mesh, self._split.met, _PATIENCE)
+        why = meet(self._split.mesh, _PATIENCE)
         if why is not None:
             raise error or ParallelError(f"Pipeline: a stage cannot go on\n  {why}")
         number = _hash("\n".join(said).encode())

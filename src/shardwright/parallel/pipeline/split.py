@@ -36,7 +36,7 @@ class Split:
     shared: names of the parameters that several ranks hold, and these ranks, that of the first stage first.
     reads_parameters: whether modules above the cuts have parameters of their own. parts: the place of each
     part. outside: the globals and the like that its code names. units: the sharded ones. facts: what hangs on
-    the parameters of this rank. met: how many pipelines were made of it.
+    the parameters of this rank.
     """
 
     mesh: DeviceMesh
@@ -52,7 +52,6 @@ class Split:
     outside: Outside = field(default_factory=Outside)
     units: Units = field(default_factory=Units)
     facts: list[tuple[Slot, dict[str, object]]] = field(default_factory=list)
-    met: int = 0
 
     @property
     def heard(self) -> list[Held]:
