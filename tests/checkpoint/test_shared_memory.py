@@ -106,7 +106,8 @@ def parts(how: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("how", ["slices", "strided", "inside", "dtypes", "shapes", "numpy", "conjugate"])
 def test_tensors_that_share_elements_are_refused(tmp_path: Path, how: str) -> None:
     tensors = parts(how)
-    save(tmp_path / "c", **{name: torch.ones_like(one) for name, one in tensors.items()}, c=torch.ones(2))
+    saved = {name: torch.full_like(one, 1 + (name == "b")) for name, one in tensors.items()}
+    save(tmp_path / "c", **saved, c=torch.ones(2))
     other = torch.zeros(2)
     said = rf"a and b {SHARE}" if how == "dtypes" else rf"a and b {SHARE}|b and a {SHARE}|b is tied to a"
     with pytest.raises(CheckpointError, match=said):  # numbers of two dtypes are no ties
@@ -115,6 +116,45 @@ def test_tensors_that_share_elements_are_refused(tmp_path: Path, how: str) -> No
     assert not tensors["a"].any()
     load(tmp_path / "c", a=tensors["a"], c=other)
     assert tensors["a"].to(torch.complex64).real.eq(1).all()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("how", ["slices", "strided", "inside", "dtypes", "shapes", "numpy"])
+def test_tensors_that_share_elements_are_loaded_where_the_checkpoint_has_the_same_of_them(
+    tmp_path: Path, how: str, in_place: bool
+) -> None:
+    """A run had been saved that nobody could go on with."""
+    first, second = parts(how), parts(how)
+    for one in first.values():
+        one.copy_(torch.arange(one.numel()).view(one.shape))  # the last one wins where they meet
+    save(tmp_path / "c", **first)
+    if in_place:  # what was read stands there before it is known to be right
+        with pytest.raises(CheckpointError, match=SHARE):
+            load(tmp_path / "c", **second, in_place=True)
+        assert not any(one.any() for one in second.values())
+        return
+    load(tmp_path / "c", **second)
+    assert all(torch.equal(one, first[name]) for name, one in second.items())
+
+
+def of_transposed(folder: Path) -> tuple[bool, bool]:
+    def made(value: float) -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("table", torch.arange(6.0).view(2, 3) * value)
+        module.register_buffer("turned", module.table.t())
+        return module
+
+    saved, other = made(1.0), made(3.0)
+    save(folder / "c", saved)
+    load(folder / "c", other)
+    save(folder / "apart", table=torch.ones(2, 3), turned=torch.zeros(3, 2))
+    with pytest.raises(CheckpointError, match=r"table and turned share .* other values of them in turned"):
+        load(folder / "apart", table=other.table, turned=other.turned)
+    return torch.equal(other.table, saved.table), torch.equal(other.turned, saved.turned)
+
+
+def test_a_buffer_that_shows_another_one_turned_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, of_transposed, tmp_path) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("how", ["columns", "halves", "neighbours"])

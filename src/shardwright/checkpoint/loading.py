@@ -20,7 +20,7 @@ from shardwright.checkpoint.patterns import Only, Patterns, refuse_unfitted
 from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import check_generator, check_rng, write_rng
-from shardwright.checkpoint.shared_memory import refuse_overlaps
+from shardwright.checkpoint.shared_memory import Shared, refuse_different, refuse_overlaps, shared_by
 from shardwright.checkpoint.state import Kind, Node, nodes_of
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, fill, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, in_order, name_of
@@ -95,6 +95,8 @@ class Loading:
         self.targets = Targets()
         self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.small: list[Pair] = []
+        self.shared: list[Shared] = []
+        self.beside: dict[str, torch.Tensor] = {}  # what is to be written where memory is shared
         self.held: list[tuple[torch.Tensor, memoryview]] = []
         self.values: dict[str, Any] = {}
         self.rng: Any = None
@@ -185,7 +187,11 @@ class Loading:
     def _compare_others(self) -> None:
         try:
             add_others(self.targets, self.chosen, self.manifest, rank=rank(), world=world())
-            refuse_overlaps(self.targets.placed(), partial(alike, self.manifest))
+            are_alike = partial(alike, self.manifest)
+            if self.in_place:
+                refuse_overlaps(self.targets.placed(), are_alike)
+            else:
+                self.shared = list(shared_by(self.targets.placed(), are_alike))
         except CheckpointError as error:
             raise CheckpointError(f"{self.path} is not of this state: {error}") from None
 
@@ -203,6 +209,9 @@ class Loading:
             wanted += self._wants(key, tensor, local)
         wanted += self._live_wants()
         self.reader.read(wanted)
+        for each in self.shared:
+            refuse_different(each, self.beside)
+        self.beside.clear()
         for local, read in detours:
             local.copy_(read)
         take = self.targets.fresh.__getitem__
@@ -257,9 +266,10 @@ class Loading:
         small: list[Want] = []
         large: list[tuple[str, torch.Tensor, torch.Tensor, list[Want]]] = []
         apart: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        shared = {name for each in self.shared for _, name in each.members}
         for name, tensor in self.targets.live.items():
             local = local_of(tensor)
-            if not local.is_contiguous():
+            if not local.is_contiguous() or name in shared:
                 apart.append((name, tensor, local))
                 continue
             own = self._wants(name, tensor, local)
@@ -276,6 +286,8 @@ class Loading:
         for name, tensor, local in apart:
             staged = arena.take(tuple(local.shape), local.dtype)
             self.staged.append((local, staged))
+            if name in shared:
+                self.beside[name] = staged
             wanted += self._wants(name, tensor, staged)
         return wanted
 

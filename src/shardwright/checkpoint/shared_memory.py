@@ -1,8 +1,11 @@
-"""Tensors that lie in one memory: they are one tensor, or a load would write one over the other."""
+"""Tensors that lie in one memory: they are one tensor, or a load would write one over the other.
+
+What it writes may be the same, then it is right: of a buffer that shows another one in another shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -10,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.pieces import part_of
+from shardwright.comm.dtype import as_bytes
 from shardwright.errors import CheckpointError
 from shardwright.layout.of_tensor import layout_of
 from shardwright.remember import remembered
@@ -30,7 +34,8 @@ class Span(NamedTuple):
     turned: tuple[bool, bool]
 
 
-_Named = tuple[Span, str]
+Named = tuple[Span, str]
+Alike = Callable[[str, str], bool]
 
 
 def memory_of(tensor: torch.Tensor, span: Span | None) -> Hashable:
@@ -45,12 +50,30 @@ def memory_of(tensor: torch.Tensor, span: Span | None) -> Hashable:
     return span, layout_of(tensor) if isinstance(tensor, DTensor) else tensor.dtype  # a layout has its own
 
 
-def refuse_overlaps(placed: Iterable[tuple[str, Span | None]], alike: Callable[[str, str], bool]) -> None:
+class Shared(NamedTuple):
+    """Two tensors that share elements, and all that lie among theirs, these two included."""
+
+    one: str
+    other: str
+    members: list[Named]
+
+
+def refuse_overlaps(placed: Iterable[tuple[str, Span | None]], alike: Alike) -> None:
     """Raises CheckpointError where to write one tensor is to write into another, or twice into itself.
+
+    Args and cost: as `shared_by`.
+    """
+    for shared in shared_by(placed, alike):
+        raise CheckpointError(_sharing(shared))
+
+
+def shared_by(placed: Iterable[tuple[str, Span | None]], alike: Alike) -> Iterator[Shared]:
+    """Tensors that lie among each other, some of which share elements.
 
     Args:
         placed: tensors by name, each with its span.
         alike: whether two tensors, by name, get the same elements; then they may be one memory.
+    Raises: CheckpointError: to write one is to write twice into itself.
     Cost: a sort; where tensors lie between one another's elements, a byte of memory for each of these.
     """
     spans = sorted((span, name) for name, span in placed if span is not None)
@@ -60,8 +83,31 @@ def refuse_overlaps(placed: Iterable[tuple[str, Span | None]], alike: Callable[[
                 f"{name} has elements that share their memory (its strides are {span.strides}), and would be "
                 "written over itself: clone it first"
             )
-    for cluster in (one for one in _clusters(spans) if len(one) > 1):
-        _refuse_marked(_without_twins(cluster, alike))
+    for cluster in _clusters(spans):
+        pair = _meeting(cluster, alike) if len(cluster) > 1 else None
+        if pair is not None:
+            yield Shared(*pair, cluster)
+
+
+def refuse_different(shared: Shared, found: Mapping[str, torch.Tensor]) -> None:
+    """Raises CheckpointError where elements that tensors share are to get other values by each.
+
+    Args: found: what each is to hold.
+    Cost: twice the memory that they lie in, on the host.
+    """
+    members = shared.members
+    if any(any(span.turned) for span, _ in members):
+        raise CheckpointError(_sharing(shared))
+    low = members[0][0].start
+    length = max(span.stop for span, _ in members) - low
+    values, known = (torch.zeros(length, dtype=kind, device="cpu") for kind in (torch.uint8, torch.bool))
+    for span, name in members:
+        mine = as_bytes(found[name].cpu()).view(*span.shape, span.itemsize)
+        there, is_known = (_marks(each, span, low, 1) for each in (values, known))
+        if bool(((mine != there) & is_known).any()):
+            raise CheckpointError(f"{_sharing(shared)}. The checkpoint has other values of them in {name}")
+        there.copy_(mine)
+        is_known.fill_(True)
 
 
 def span_of(tensor: torch.Tensor) -> Span | None:
@@ -104,9 +150,9 @@ def _meets_itself_for_sure(shape: tuple[int, ...], strides: tuple[int, ...]) -> 
     return int(mask.count_nonzero()) < prod(shape)
 
 
-def _clusters(spans: list[_Named]) -> Iterator[list[_Named]]:
+def _clusters(spans: list[Named]) -> Iterator[list[Named]]:
     """Of spans in order, those that reach into others: columns of one matrix, say, which share nothing."""
-    cluster: list[_Named] = []
+    cluster: list[Named] = []
     device, stop = None, 0
     for one in spans:
         here, start, end, *_ = one[0]
@@ -118,31 +164,28 @@ def _clusters(spans: list[_Named]) -> Iterator[list[_Named]]:
     yield cluster
 
 
-def _without_twins(cluster: list[_Named], alike: Callable[[str, str], bool]) -> list[_Named]:
+def _meeting(cluster: list[Named], alike: Alike) -> tuple[str, str] | None:
+    """Two tensors one of which holds an element of the other; they may be one memory if they are alike."""
     firsts: dict[Span, str] = {}
     for span, name in cluster:
         first = firsts.setdefault(span, name)
         if first != name and not alike(first, name):
-            raise CheckpointError(_sharing(first, name))
-    return list(firsts.items())
-
-
-def _refuse_marked(cluster: list[_Named]) -> None:
-    """Mark the elements of one tensor after the other. Raises CheckpointError where one is marked already."""
-    if len(cluster) < 2:
-        return
+            return first, name
+    if len(firsts) < 2:
+        return None
     low = cluster[0][0].start
-    unit = gcd(*(n for span, _ in cluster for n in (span.start - low, span.itemsize)))
-    mask = torch.zeros((max(span.stop for span, _ in cluster) - low) // unit, dtype=torch.bool, device="cpu")
-    for number, (span, name) in enumerate(cluster):
+    unit = gcd(*(n for span in firsts for n in (span.start - low, span.itemsize)))
+    mask = torch.zeros((max(span.stop for span in firsts) - low) // unit, dtype=torch.bool, device="cpu")
+    for span, name in firsts.items():
         mine = _marks(mask, span, low, unit)
         if bool(mine.any()):
-            for other, another in cluster[:number]:
+            for other, another in firsts.items():
                 mask.zero_()
                 _marks(mask, other, low, unit).fill_(True)
                 if bool(mine.any()):
-                    raise CheckpointError(_sharing(another, name))
+                    return another, name
         mine.fill_(True)
+    return None
 
 
 def _marks(mask: torch.Tensor, span: Span, low: int, unit: int) -> torch.Tensor:
@@ -152,8 +195,9 @@ def _marks(mask: torch.Tensor, span: Span, low: int, unit: int) -> torch.Tensor:
     return mask.as_strided((*span.shape, each), strides, (span.start - low) // unit)
 
 
-def _sharing(one: str, other: str) -> str:
+def _sharing(shared: Shared) -> str:
     return (
-        f"{one} and {other} share elements in memory and are not one tensor, so that one would be written "
-        "over the other: give each memory of its own (clone one of them), or load one of them alone"
+        f"{shared.one} and {shared.other} share elements in memory and are not one tensor, so that one would "
+        "be written over the other: give each memory of its own (clone one of them), or load one of them "
+        "alone"
     )
