@@ -6,12 +6,8 @@ to a rate. Without that, messages between processes of one machine are copies by
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import cast
 
@@ -23,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import shardwright as sw
 from bench.hand_ring import HandRing, cut
+from bench.links import LINK, pace
 from bench.turns import Found, Step, in_turns, told
 from shardwright.comm.ring import Ring
 from shardwright.tensor.attention.asked import attention_by
@@ -31,8 +28,6 @@ from shardwright.testing import RankPool, rank_mesh
 _HEADS, _WIDTH, _TURNS = 8, 64, 11
 _LENGTHS = (512, 2048)
 _RANKS = (2, 4)
-_LINK = 200_000_000  # bytes per second that a rank sends
-_SO_MAX_PACING_RATE = 47  # Linux, `asm-generic/socket.h`; no name in Python
 
 
 def run() -> int:
@@ -44,7 +39,7 @@ def run() -> int:
                 for way in ("ring", "all_to_all"):
                     found = pool.run(ranks, beside_hand, way, length, timeout=600)
                     bad |= not told(console, f"{way} of {length} positions, {ranks} ranks", found)
-                for rate in (None, _LINK):
+                for rate in (None, LINK):
                     seen = pool.run(ranks, overlap, length, rate, timeout=600)
                     free, blocking, alone = (max(times) * 1e3 for times in zip(*seen, strict=True))
                     links = f"links of {rate / 1e6:.0f} MB/s" if rate else "links as they are"
@@ -120,7 +115,7 @@ def overlap(length: int, rate: int | None) -> tuple[float, float, float]:
     times: list[list[float]] = [[] for _ in steps]
     for step in steps:
         step()  # whoever talks to each other is connected now
-    _pace(rate)
+    pace(rate)
     for turn in range(_TURNS + 1):
         for place in range(len(steps)):
             index = (turn + place) % len(steps)
@@ -128,22 +123,9 @@ def overlap(length: int, rate: int | None) -> tuple[float, float, float]:
             start = time.perf_counter()
             steps[index]()
             times[index].append(time.perf_counter() - start)
-    _pace(None)
+    pace(None)
     free, blocking, alone = (median(each[1:]) for each in times)
     return free, blocking, alone
-
-
-def _pace(rate: int | None) -> None:
-    """Have the kernel send what this process sends over TCP at a rate."""
-    value = struct.pack("I", rate or 0xFFFFFFFF)
-    for descriptor in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
-        try:
-            held = socket.socket(fileno=os.dup(descriptor))
-        except OSError:  # no socket, or gone
-            continue
-        with held:
-            if held.type == socket.SOCK_STREAM and held.family in (socket.AF_INET, socket.AF_INET6):
-                held.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, value)
 
 
 def _messages(length: int) -> Callable[[], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,11 +17,18 @@ class Later:
     and its peers count on it.
     """
 
-    __slots__ = ("__weakref__", "_state")
+    __slots__ = ("__weakref__", "_parts", "_state")
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._state = _State(finish)
+    def __init__(self, finish: Callable[[], Tensor], parts: Iterable[tuple[int, Tensor]] = ()) -> None:
+        self._state, self._parts = _State(finish), parts
         weakref.finalize(self, self._state.result).atexit = False
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        """A rank, and the tensor with that one's part in it: one after another, as they arrive.
+
+        Of as many as are told apart, perhaps of none; `wait()` is for all, and for their order.
+        """
+        return iter(self._parts)
 
     def wait(self) -> Tensor:
         """The tensor. Blocks until what it needs has arrived."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 import torch
@@ -69,10 +70,9 @@ class Mailing(Task):
         """The result, or its terms."""
         return self._sent((self,), (held,), why).wait()[0]
 
-    def start(self, held: Held, why: str) -> Callable[[], Held]:
+    def start(self, held: Held, why: str) -> Posted:
         """Nothing is taken from the memory of `held` after the return."""
-        arriving = self._sent((self,), (held,), why, copies=True)
-        return lambda: arriving.wait()[0]
+        return Posted(self._sent((self,), (held,), why, copies=True))
 
     def together(self, tasks: Sequence[Task], held: Sequence[Held], why: str) -> list[Held]:
         """One message per pair of ranks for all tensors."""
@@ -150,37 +150,62 @@ _Arrival = tuple[Tensor, int, Sequence[tuple[Tensor, Message]]]
 class Arriving:
     """Messages under way. Nothing in the slots may be read before `wait()`.
 
-    received: per message its work (None: a part of the batch) and what it fills from a buffer.
+    received: per message its work (None: a part of the batch) and what it fills from a buffer; those that
+        nobody has waited for.
     sent: what must stay alive until `works` are done.
     """
 
     tasks: Sequence[Mailing]
     slots_of: list[list[Tensor]]
-    received: Sequence[tuple[Work | None, _Arrival]]
+    received: list[tuple[Work | None, _Arrival]]
     works: Sequence[Work]
     sent: Sequence[Tensor]
     batch: Sequence[Work] = ()
 
-    def wait(self) -> list[Held]:
-        """The results, once everything has arrived and everything that was sent has left."""
+    def each(self) -> Iterator[int]:
+        """The rank of one message after another, once what it brings is in the slots."""
         for work in self.batch:
             work.wait()
-        for arrival, (buffer, _, fills) in self.received:
+        while self.received:
+            arrival, (buffer, rank, fills) = self.received.pop(0)  # gloo waits for ever for it a second time
             if arrival is not None:
                 arrival.wait()
             position = 0
             for slot, message in fills:
                 copy_in(buffer[position : position + message.numel], slot, message.views)
                 position += message.numel
+            yield rank
+
+    def wait(self) -> list[Held]:
+        """The results, once everything has arrived and everything that was sent has left."""
+        for _ in self.each():
+            pass
         for work in self.works:
             work.wait()
         return [task.finished(slots) for task, slots in zip(self.tasks, self.slots_of, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A transfer of one tensor under way; called, it waits for all of it."""
+
+    arriving: Arriving
+
+    def __call__(self) -> Held:
+        """The result, or its terms."""
+        return self.arriving.wait()[0]
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        """Of a result: a rank, and the result with that one's part in it; this one, then as they arrive."""
+        (task,), (slots,) = self.arriving.tasks, self.arriving.slots_of
+        if not task.terms:
+            yield from ((rank, slots[0]) for rank in chain([dist.get_rank()], self.arriving.each()))
+
+
 def _posted(tasks: Sequence[Mailing], xs: Sequence[Tensor], *, copies: bool) -> Arriving:
     slots_of = [task.slots(x, copies=copies) for task, x in zip(tasks, xs, strict=True)]
     if xs[0].is_meta:
-        return Arriving(tasks, slots_of, (), (), ())  # a rehearsal: there is nothing to send
+        return Arriving(tasks, slots_of, [], (), ())  # a rehearsal: there is nothing to send
     places = list(_place(tasks[0], slots_of[0]) if len(tasks) == 1 else _shared_places(tasks, slots_of))
     parts = _parts(tasks[0], xs[0], copies=copies) if len(tasks) == 1 else _shared_parts(tasks, xs)
     post = _post_singly if _posts_singly(xs[0]) else _post_as_one_batch

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.async_result import Later
 from shardwright.comm.collective import Exchanging, Reducing
-from shardwright.comm.mailbox import Mailing
+from shardwright.comm.mailbox import Mailing, Posted
 from shardwright.comm.task import Applying, Moving, Piecewise, Task, run_all
 from shardwright.errors import PlanError
 from shardwright.plan.any_size import Sized
@@ -65,7 +65,8 @@ class Program:
             return self.run(local, why)
         self.refuse(local)
         finish = self.tasks[last].start(run_all(self.tasks[:last], local, why), why)
-        return Later(lambda: run_all(self.tasks[last + 1 :], finish(), why))
+        parts = finish.parts() if isinstance(finish, Posted) and last + 1 == len(self.tasks) else ()
+        return Later(lambda: run_all(self.tasks[last + 1 :], finish(), why), parts)
 
     def refuse(self, local: Tensor) -> None:
         """Raises: PlanError: `local` is not what the source layout says; a rank outside has nothing."""

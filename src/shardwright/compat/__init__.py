@@ -99,16 +99,17 @@ packing = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-# What stands between a function of torch and its ops on tensors: each says 0 or False where it is off.
-QUIET = (
+# What stands between a function of torch and its ops on tensors: each says 0 or False where it is off. The
+# first change or follow what is computed.
+UNSEEN = (
     modes_on,
     function_modes_on,
     torch.is_inference_mode_enabled,
     transforms_on,
     torch._C._is_any_autocast_enabled,
     torch._C._is_tracing,
-    torch._C._autograd._profiler_enabled,
 )
+QUIET = (*UNSEEN, torch._C._autograd._profiler_enabled)
 
 
 def view_again(view: Any, base: Any) -> Any:

@@ -47,6 +47,11 @@ def one_round_bytes() -> int:
     return ONE_ROUND_BYTES if stated is None else stated
 
 
+def is_slow(axis: str) -> bool:
+    """Is what is sent along an axis worth to be hidden behind what is computed? It was stated so."""
+    return axis in network.current.slow_axes
+
+
 _LOCAL = "every rank holds what it needs"
 _DIRECT = "each rank receives exactly what it misses"
 _GATHER = "every rank needs all parts of one axis, which are equal in size"

@@ -9,11 +9,13 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.async_result import Later
 from shardwright.comm.execute import execute_later
+from shardwright.compat import nn_functions
 from shardwright.layout.layout import Layout
-from shardwright.plan.decide import plan_redistribution
-from shardwright.rules.call import Args
+from shardwright.plan.decide import one_round_bytes, plan_redistribution
+from shardwright.rules.call import Args, Kwargs
 from shardwright.tensor.autograd import Redistribute, apply
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.products_of_parts import Stretches, linear_of_parts, stretches_of
 from shardwright.tensor.spec import Spec, spec_of
 from shardwright.tensor.wrap import CLASSES, wrap
 
@@ -28,6 +30,7 @@ class ArrivingDTensor(DTensor):
     """
 
     __slots__: list[str] = []
+    _stretches: tuple[int, Stretches] | None  # of its local tensor, that each rank sends
 
     @classmethod
     def __torch_function__(
@@ -35,7 +38,21 @@ class ArrivingDTensor(DTensor):
     ) -> Any:
         if CLASSES[True] in types:  # a parameter that computes as its local tensor is asked first
             return NotImplemented
+        if func is nn_functions.linear and args and type(args[0]) is ArrivingDTensor:
+            found = args[0]._product(args, kwargs or {})
+            if found is not NotImplemented:
+                return found
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _product(self, args: Args, kwargs: Kwargs) -> Any:
+        """`F.linear` of it, in parts; NotImplemented: it has to be here."""
+        held = _slot.__get__(self)
+        if type(held) is not Later or self._stretches is None:
+            return NotImplemented
+        found = linear_of_parts(self._stretches, held, args, kwargs)
+        if found is not NotImplemented:
+            self._local_tensor  # noqa: B018 - all of it is here, and it is as any other
+        return found
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -73,12 +90,15 @@ class _Start(Redistribute):
         plan = plan_redistribution(x._spec.layout, target.layout)
         moved = execute_later(plan, local, target.mesh, reason="redistribute")
         if isinstance(moved, Later):
-            return _arriving(moved, local.new_empty(0), target)
+            return _arriving(moved, local.new_empty(0), x._spec.layout, target)
         return wrap(moved.view_as(moved) if moved is local else moved, target)
 
 
-def _arriving(later: Later, empty: torch.Tensor, spec: Spec) -> DTensor:
+def _arriving(later: Later, empty: torch.Tensor, source: Layout, spec: Spec) -> DTensor:
     """`empty` stands in while the tensor is made: only its dtype and device are read."""
     made = cast("ArrivingDTensor", ArrivingDTensor.__new__(ArrivingDTensor, empty, spec, requires_grad=False))
     made._local_tensor = later
+    large = source.numel * source.itemsize > one_round_bytes() * len(source.ranks)
+    known = large and spec.coords is not None
+    made._stretches = stretches_of(source, spec.layout, spec.coords) if known else None
     return made

@@ -19,6 +19,7 @@ from shardwright.compat import axis_names
 from shardwright.compat.dynamo import never_compiled_alone
 from shardwright.placement.base import Placement, Replicate
 from shardwright.placement.shard import Shard
+from shardwright.plan.decide import is_slow
 from shardwright.tensor.dtensor import DTensor
 
 _SEQUENCE = 1  # of [rows, tokens, features]
@@ -130,9 +131,10 @@ def _after(axis: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _whole(axis: str, value: Any) -> Any:
-    """All tokens, of what has this rank's."""
+    """All tokens, of what has this rank's: on slow links while the first product of them is computed."""
     if _is_stream(value) and _placement(value, axis) == Shard(_SEQUENCE):
-        return value.redistribute({axis: Replicate()})
+        in_parts = not torch.compiler.is_compiling() and is_slow(axis)
+        return value.redistribute({axis: Replicate()}, async_op=in_parts)
     return value
 
 

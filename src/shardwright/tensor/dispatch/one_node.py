@@ -99,13 +99,18 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spec: Spec, x: DTensor, weight: DTensor, bias: DTensor | None = None) -> DTensor:
+        """The local product."""
+        Linear.keep(ctx, x, weight, bias)
+        local = None if bias is None else bias._local_tensor
+        return wrap(nn_functions.linear(x._local_tensor, weight._local_tensor, local), spec)
+
+    @staticmethod
+    def keep(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None) -> None:
         """Save what the gradients that are wanted are made of."""
         ctx.set_materialize_grads(False)
         wanted = ctx.needs_input_grad
         ctx.save_for_backward(x if wanted[2] else None, weight if wanted[1] else None)
         ctx.order = (1, 0) if bias is None else (0, 1, 2)
-        local = None if bias is None else bias._local_tensor
-        return wrap(nn_functions.linear(x._local_tensor, weight._local_tensor, local), spec)
 
     @staticmethod
     @one_by_one
@@ -142,11 +147,12 @@ _GRADIENTS: tuple[Callable[..., torch.Tensor], ...] = _of_input, _of_weight, _of
 def _fits_linear(x: Any, weight: Any, bias: Any = None) -> bool:
     """Rows on a matrix, as they are: finished, of real numbers, row by row in memory."""
     given = [x, weight] if bias is None else [x, weight, bias]
-    are_simple = all(type(each) is DTensor and _is_simple(each) for each in given)
+    are_simple = all(type(each) is DTensor and is_simple(each) for each in given)
     return are_simple and x.dim() >= 2 and weight.dim() == 2
 
 
-def _is_simple(x: DTensor) -> bool:
+def is_simple(x: DTensor) -> bool:
+    """Is what it holds its value as it is, row by row in memory?"""
     spec = x._spec
     as_it_is = spec.use is None and not spec.pending and spec.plain is spec
     return as_it_is and x.dtype.is_floating_point and x.is_contiguous()
@@ -221,7 +227,7 @@ WHOLE = frozenset((*_GRADIENTS, _scale, _of_scaled, _of_its_weight))
 def _fits_rms_norm(x: Any, shape: Any, weight: Any, eps: Any) -> bool:
     """Rows that are whole on each rank, finished or finished before they are read."""
     single = x.dtype in {torch.float32, torch.float64}  # others are computed in a wider one
-    weighs = weight is None or (type(weight) is DTensor and _is_simple(weight) and weight.dtype == x.dtype)
+    weighs = weight is None or (type(weight) is DTensor and is_simple(weight) and weight.dtype == x.dtype)
     lies = type(x) is DTensor and x._spec.use is None and x.is_contiguous() and x.dim() > len(shape)
     return single and weighs and lies and isinstance(eps, float | None)
 
