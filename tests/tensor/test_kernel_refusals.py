@@ -34,6 +34,8 @@ REFUSED = {
     "classes in a matrix": (functional.nll_loss, _X, torch.zeros(4, 4).long()),
     "rows of a vector": (functional.embedding, _INDEX, _X[0]),
     "a grid without dims": (_SAMPLE, _IMAGE, _X),
+    "a product of bools": (torch.dot, _X[0].bool(), _X[0].bool()),
+    "the largest of bools": (torch.argmax, _X.bool()),
     "windows of a matrix": (functional.max_pool2d, _X, 2),
 }
 BY_SHAPE = {

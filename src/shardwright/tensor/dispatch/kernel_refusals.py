@@ -22,15 +22,15 @@ from shardwright.tensor.dtensor import DTensor
 
 _ALWAYS_TAKEN = ({torch.float32}, {torch.float64})  # by whatever took them without data, on their own
 _LARGEST = 1 << 17  # elements of an operand; parts of larger ones are hardly ever empty
-_ABOUT_DTYPES = re.compile(r"type|not implemented for|must be long|Float|Double|Long|Half|Complex")
+_ABOUT_DTYPES = re.compile(r"type|not implemented for|must be long|bool|Float|Double|Long|Half|Complex")
 # Operands that kernels take as numbers, or as indices whose bounds they check: zeros are good ones. Pivots,
 # offsets and lengths are trusted instead, and what is saved for a backward too.
 _HARMLESS = frozenset({
     "A", "B", "batch1", "batch2", "bias", "boundaries", "condition", "end", "exponent", "grid", "high",
     "index", "indices", "input", "low", "mask", "mat", "mat1", "mat2", "max", "min", "other", "out",
     "pos_weight", "running_mean", "running_var", "self", "sorted_sequence", "source", "src", "start",
-    "target", "tensor1", "tensor2", "tensors", "value", "values", "vec", "vec1", "vec2", "weight", "x", "x1",
-    "x2",
+    "target", "tensor", "tensor1", "tensor2", "tensors", "value", "values", "vec", "vec1", "vec2", "weight",
+    "x", "x1", "x2",
 })  # fmt: skip
 _taken: dict[tuple[Any, ...], bool] = memo("dtypes that kernels take", {})
 
