@@ -1,11 +1,13 @@
 """Ops that need a whole dim work on the shards of a cut one: right values, a few numbers per row moved."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.errors import ImplicitRedistributionError, LayoutError
+from shardwright.errors import ImplicitRedistributionError, LayoutError, PlacementError
 from shardwright.rules.registry import registry
 from shardwright.testing.meshes import rank_mesh
 
@@ -40,6 +42,36 @@ def test_an_axis_of_one_coord_may_hold_a_dim_in_another_order(ranks, sizes):
     world = max(sizes)
     found = ranks(world, sweep, list(SCANS_AND_ORDERS), sizes)
     assert found == [[]] * world, "\n".join(dict.fromkeys(line for of_rank in found for line in of_rank))
+
+
+@dataclass(frozen=True)
+class OneBelowTheOther(sw.Partition):
+    """All elements in their own order, in one column: a shape that the tensor has not, also of one coord."""
+
+    def region(self, shape, n, coord):
+        low, high = (i * shape[0] * shape[1] // n for i in (coord, coord + 1))
+        return sw.Region([sw.Box(divmod(i, shape[1]), (1, 1)) for i in range(low, high)], (high - low, 1))
+
+    def validate(self, shape, n):
+        if len(shape) != 2:
+            raise PlacementError("OneBelowTheOther is for matrices")
+
+
+def _scanned_in_another_shape():
+    full = torch.linspace(-1, 2, 42).view(7, 6)
+    for sizes, placements in (
+        ((1, 2), [OneBelowTheOther(), sw.Shard(1)]),
+        ((1, 2), [OneBelowTheOther(), sw.Shard(0)]),
+        ((2, 1), [sw.Shard(1), OneBelowTheOther()]),
+    ):
+        x = sw.distribute_tensor(full, rank_mesh(sizes), placements)
+        for scan in (torch.cumsum, torch.cumprod, torch.logcumsumexp):
+            torch.testing.assert_close(scan(x, 1).full_tensor(), scan(full, 1))
+        torch.testing.assert_close(x.topk(2, 1).values.full_tensor(), full.topk(2, 1).values)
+
+
+def test_an_axis_of_one_coord_may_hold_a_tensor_in_another_shape(ranks):
+    ranks(2, _scanned_in_another_shape)
 
 
 def all_reduce(numbers, n, itemsize=FLOAT):

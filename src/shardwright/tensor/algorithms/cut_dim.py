@@ -89,23 +89,23 @@ def ordering_axes(layout: Layout, dim: int) -> tuple[int, ...] | None:
 
 
 def reorders(layout: Layout, axis: int) -> bool:
-    """Whether an axis is cut over one coord, which holds elements in another order."""
+    """Whether an axis is cut over one coord, which holds elements in another order, or in other dims."""
     if layout.sizes[axis] > 1 or not layout.placements[axis].is_partition:
         return False
     at, step = next((at, step) for at, step in enumerate(layout.applied) if axis in step.axes)
     if step.size > 1:  # of the axes that cut together, the others have more coords: these are asked
         return False
     shapes = shapes_seen(layout.applied, layout.shape)[at]
-    regions = [step.region(shape, None, 0) for shape in shapes]
-    return any(not _in_order(region) for region in regions if region is not None)
+    regions = [(shape, step.region(shape, None, 0)) for shape in shapes]
+    return any(not _as_it_is(shape, region) for shape, region in regions if region is not None)
 
 
-def _in_order(region: Region) -> bool:
-    """Whether a region of all elements has them in the order of the tensor."""
+def _as_it_is(shape: tuple[int, ...], region: Region) -> bool:
+    """Whether a region of all elements is the tensor: its shape, and its order."""
     if region.runs is not None:
         return all(len(tuple(intervals(runs))) <= 1 for runs in region.runs)
     boxes: list[Box] = joined(list(region.boxes))
-    return len(boxes) <= 1
+    return len(boxes) <= 1 and region.local_shape == shape
 
 
 def gather_along(x: DTensor, cut: CutDim, local: torch.Tensor, why: str) -> torch.Tensor:
