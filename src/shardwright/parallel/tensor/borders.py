@@ -157,9 +157,16 @@ def _finished(axis: str, table: nn.Module, _: tuple[Any, ...], out: Any) -> Any:
     rows = sum(p.numel() for p in table.parameters(recurse=False))
     if not isinstance(out, DTensor) or 2 * out.numel() >= rows:
         return out
-    if out.requires_grad and not torch.compiler.is_compiling():
-        out.register_hook(partial(_without_terms, axis))  # type: ignore[no-untyped-call]
-    return _without_terms(axis, out)
+    whole = _without_terms(axis, out)
+    if not whole.requires_grad:
+        return whole
+    if torch.compiler.is_compiling():  # a graph has no hook: `from_local` finishes its gradient
+        shape, stride = whole.shape, whole.stride()
+        return DTensor.from_local(
+            whole.to_local(), whole.device_mesh, whole.placements, shape=shape, stride=stride
+        )
+    out.register_hook(partial(_without_terms, axis))  # type: ignore[no-untyped-call]
+    return whole
 
 
 def _without_terms(axis: str, value: Any) -> Any:
