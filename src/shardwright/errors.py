@@ -49,6 +49,10 @@ class SpmdError(ShardwrightError, RuntimeError):
     """A program that must be the same on all ranks is not."""
 
 
+class OutsideError(ShardwrightError, IndexError, RuntimeError):
+    """An index is none of its dim's: where torch raises the one or the other, by op."""
+
+
 class EraseError(ShardwrightError, RuntimeError):
     """What is asked of an erased function's result is not in its recording."""
 

@@ -101,3 +101,42 @@ def _left_by_a_refusal():
 def test_a_refusal_that_is_caught_leaves_no_operand_to_the_collector(ranks):
     """Who tries a larger batch, and catches what it raises, has the memory back."""
     assert ranks(2, _left_by_a_refusal) == [[], []]
+
+
+_FAR, _NINE = torch.full((4,), 9), torch.tensor([9])
+KINDS = {
+    "windows of a matrix": (functional.unfold, _X, 2),
+    "a stride of 0": (partial(functional.conv1d, stride=0), _X[None], torch.ones(1, 4, 2)),
+    "a shift of numbers": (torch.bitwise_left_shift, _X, _X),
+    "a shift by a number": (torch.Tensor.__lshift__, _X, 1.5),
+    "gather": (torch.gather, _X, 0, _FAR[:1, None]),
+    "scatter": (torch.scatter, _X, 0, _FAR[:1, None], 1.0),
+    "index_add": (torch.index_add, _X, 0, _NINE, _X[:1]),
+    "index_copy": (torch.index_copy, _X, 0, _NINE, _X[:1]),
+    "index_select": (torch.index_select, _X, 0, _NINE),
+    "rows": (lambda x, i: x[i], _X, _NINE),
+    "embedding": (functional.embedding, _NINE, _X),
+    "classes": (functional.cross_entropy, _X, _FAR),
+    "classes of logarithms": (partial(functional.nll_loss, reduction="none"), _X, _FAR),
+    "a sum": (torch.sum, _X, 7),
+    "a view": (torch.Tensor.view, _X, 3, 5),
+    "a product": (torch.mm, _X, _X[:3]),
+}
+
+
+def _kinds(name, dim):
+    function, *given = KINDS[name]
+    with pytest.raises(Exception) as wanted:  # noqa: PT011  whatever it is
+        function(*given)
+    mesh = sw.testing.rank_mesh((2,), ("tp",))
+    placement = sw.Replicate() if dim is None else sw.Shard(dim)
+    placed = [sw.distribute_tensor(x, mesh, [placement], src_data_rank=None) if x is _X else x for x in given]
+    with sw.spmd(mesh, check=False), pytest.raises(wanted.type):
+        function(*placed)
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("name", KINDS)
+def test_bad_calls_raise_the_kind_of_error_of_one_device(ranks, name, dim):
+    """What is told without data, and what is told of an index that a rank looks for, had kinds of its own."""
+    ranks(2, _kinds, name, dim)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwright.compat import FakeTensor, assert_async, modes_on, without_modes
 from shardwright.compat.dynamo import trace_again_with_numbers
+from shardwright.errors import OutsideError
 from shardwright.index.runs import Runs, intervals, total
 from shardwright.remember import remembered
 
@@ -66,7 +67,7 @@ class Held:
     def wrapped(self, index: Tensor, *, from_end: bool = True) -> Tensor:
         """Indices counted from the front; `from_end`: those below 0 are counted from the end.
 
-        Raises: IndexError: one is outside, where values are read.
+        Raises: OutsideError: one is outside, where values are read.
         """
         outside = (index < (-self.size if from_end else 0)) | (index >= self.size)
         seen = (
@@ -85,7 +86,7 @@ class Held:
     def _refuse(self, index: Tensor, outside: Tensor) -> None:
         if bool(outside.any()):
             wrong = int(index[outside].reshape(-1)[0])
-            raise IndexError(f"index {wrong} is out of bounds for dimension with size {self.size}")
+            raise OutsideError(f"index {wrong} is out of bounds for dimension with size {self.size}")
 
 
 class HeldOfSymbol(Held):

@@ -13,6 +13,7 @@ from math import nan, prod
 import torch
 from torch import Tensor
 
+from shardwright.errors import OutsideError
 from shardwright.layout.layout import Layout
 from shardwright.rules.algorithms.algorithm import pending_bytes, register_algorithm
 from shardwright.rules.algorithms.ops import finish, within
@@ -114,7 +115,7 @@ def nll_of_picked(
 ) -> tuple[Tensor, Tensor]:
     """nll_loss: who holds the class of a row has its loss; losses and weights are summed."""
     classes, used, safe, weights = _rows(x, target, weight, ignore_index)
-    picked = x.gather(classes, safe.unsqueeze(classes)).squeeze(classes)
+    picked = _picked(x, classes, safe).squeeze(classes)
     losses = -picked if weights is None else -picked * weights
     losses = losses.masked_fill(~used, 0)
     if reduction == _NONE and x.dim() > 1:
@@ -123,6 +124,16 @@ def nll_of_picked(
     total = finish(total, "the weights of a mean loss")
     loss = losses.sum() if losses.dim() else losses
     return (loss / total if reduction == _MEAN else loss), total
+
+
+def _picked(x: Tensor, classes: int, safe: Tensor) -> Tensor:
+    """Raises: OutsideError: a class is none, as the loss's own kernel has it."""
+    try:
+        return x.gather(classes, safe.unsqueeze(classes))
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise OutsideError(f"a target is none of {x.shape[classes]} classes: {error}") from None
 
 
 def _rows(

@@ -211,13 +211,16 @@ def _infos(func: Op, args: Args, kwargs: Kwargs) -> tuple[TensorInfo | None, ...
 
 @contextmanager
 def _errors_of_kernels(func: Op, args: Args, kwargs: Kwargs) -> Iterator[None]:
-    """torch's functions without data raise other kinds of errors, in Python, than its kernels."""
+    """torch's functions without data raise other kinds of errors than its kernels, in C++ too."""
     try:
         yield
-    except (AssertionError, IndexError, ValueError) as error:
+    except (ArithmeticError, AssertionError, IndexError, RuntimeError, ValueError) as error:
         ours = [x for x in tree_flatten((args, kwargs))[0] if _is_ours(x)]
+        said = said_by_kernel(func, args, kwargs, ours)
+        if said is None and isinstance(error, RuntimeError):
+            raise
         kind = IndexError if isinstance(error, IndexError) else RuntimeError
-        raise said_by_kernel(func, args, kwargs, ours) or kind(str(error)) from None
+        raise said or kind(str(error)) from None
 
 
 def _refuse_what_does_not_fit(
