@@ -95,6 +95,15 @@ def a_tensor_of_other_shape(mesh, first):
     sw.distribute_tensor(torch.ones(4 if first else 6, 4), mesh, [S0])
 
 
+def a_tensor_of_other_dtype(mesh, first):
+    """Of one size: bytes of the one had been read as numbers of the other."""
+    sw.distribute_tensor(torch.ones(4, 4, dtype=torch.float32 if first else torch.int32), mesh, [R])
+
+
+def a_tensor_of_another_source(mesh, first):
+    sw.distribute_tensor(torch.ones(4, 4), mesh, [S0], src_data_rank=0 if first else 1)
+
+
 def other_scatter(mesh, first):
     dist.scatter(torch.empty(2 if first else 3), [torch.ones(2)] * 2 if first else None)
 
@@ -153,6 +162,8 @@ DIFFERENT = (
     calls_of_the_program_itself,
     other_parts_of_a_tensor,
     a_tensor_of_other_shape,
+    a_tensor_of_other_dtype,
+    a_tensor_of_another_source,
     other_scatter,
     other_gather,
     a_root_that_gives_other_shapes,

@@ -17,6 +17,8 @@ _SOON = 2.0
 _ON_ONE_LINE = {
     "an_algorithm_beside_a_plan",
     "a_root_that_gives_other_shapes",
+    "a_tensor_of_another_source",
+    "a_tensor_of_other_dtype",
     "a_tensor_of_other_shape",
     "calls_of_the_program_itself",
     "lists_that_nobody_takes",

@@ -46,8 +46,8 @@ def distribute_tensor(
     """A leaf DTensor with the values of `tensor`.
 
     Args:
-        tensor: the whole logical tensor on every rank (on `src_data_rank` at least); a DTensor of this very
-            layout passes through.
+        tensor: the whole logical tensor on every rank (of `src_data_rank` the values count, of all others
+            shape and dtype, which must be the same); a DTensor of this very layout passes through.
         placements: one per axis, or `{axis name: placement}`; axes not named: Replicate.
         src_data_rank: index on each axis of the rank whose data counts; None: each rank's own; sends nothing.
         order: axes in order of application, if not left to right.
@@ -56,7 +56,9 @@ def distribute_tensor(
     Cost: per axis that cuts it a scatter, of which a rank receives its part only, per other axis a broadcast
         of what is left; a broadcast too where 64 ranks or more would get 256 bytes each or less. None with
         `src_data_rank=None`, and none of a meta tensor, whose parts are meta tensors too (place, `to_empty`,
-        initialise: the start of a model too large for a rank).
+        initialise: the start of a model too large for a rank). That the ranks ask for the same is not
+        compared, for no rank hears of the others here and it would cost as much again: `sw.guarded()` does,
+        as `sw.distribute_module` and the strategies do once for a whole module.
     """
     mesh = current_mesh(device_mesh)
     if not issubclass(type(tensor), torch.Tensor):
@@ -83,7 +85,8 @@ def distribute_tensor(
         local = own_part(full, layout, coords)
     else:
         if guard.on:
-            guard.compare_words(f"distribute_tensor to {layout}", layout.mesh_shape.ranks)
+            source = f"from rank {src_data_rank} of each axis"
+            guard.compare_words(f"distribute_tensor to {layout} {source}", layout.mesh_shape.ranks)
         local = _from_source(full, layout, mesh, coords, src_data_rank)
     return wrap(local.detach(), spec_of(layout, mesh), requires_grad=tensor.requires_grad)
 
