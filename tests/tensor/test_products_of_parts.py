@@ -93,7 +93,9 @@ def test_values_and_gradients_are_those_of_one_device(ranks, world):
 def _of_two_axes():
     mesh = _of_any_size(rank_mesh((2, 2), ("dp", "tp")))
     assert len(_beside_one_device(mesh, (4, 6, 6), {"dp": S0, "tp": S1}, ("tp",), bias=True)) == 2
-    # rows that two axes cut: each of the four has some
+    # rows that two axes cut, of which one stays
+    assert len(_beside_one_device(mesh, (2, 8, 6), {"dp": S1, "tp": S1}, ("tp",), bias=False)) == 2
+    # each of the four has some
     assert len(_beside_one_device(mesh, (2, 8, 6), {"dp": S1, "tp": S1}, ("dp", "tp"), bias=False)) == 4
 
 
