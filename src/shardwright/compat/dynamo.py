@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _python_dispatch
 
+from shardwright.compat.graph_views import Watch, parts_of_arguments, watch_views
+
 _Told = Callable[[Sequence[Any]], None]
 _Asked = Callable[[Sequence[Any], Sequence[int]], None]
 _F = TypeVar("_F", bound="Callable[..., Any]")
@@ -35,26 +37,28 @@ _READ = "_gradients_as_they_lie"
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
-def call_in_graphs(*functions: Callable[..., Any], told: _Told, asked: _Asked) -> None:
+def call_in_graphs(*functions: Callable[..., Any], told: _Told, asked: _Asked, watch: Watch) -> None:
     """Have graphs hold calls of these as they are, as `torch.compiler.allow_in_graph` does.
 
     told: is called with the results of each graph that can be differentiated, before anybody has them.
     asked: is called with the arguments of each graph that writes some of them, and with their places, before.
+    watch: is asked of what a graph returns.
     """
     if _DYNAMO in sys.modules:
-        _allow(functions, told, asked)
+        _allow(functions, told, asked, watch)
     else:
-        sys.meta_path.insert(0, _AllowOnceImported(lambda: _allow(functions, told, asked)))
+        sys.meta_path.insert(0, _AllowOnceImported(lambda: _allow(functions, told, asked, watch)))
 
 
-def _allow(functions: Sequence[Callable[..., Any]], told: _Told, asked: _Asked) -> None:
+def _allow(functions: Sequence[Callable[..., Any]], told: _Told, asked: _Asked, watch: Watch) -> None:
     for function in functions:
         torch.compiler.allow_in_graph(function)
     _run_as_they_are()
     _guard_sizes(sys.modules["torch._dynamo.guards"])
     wrappers = sys.modules["torch._functorch._aot_autograd.runtime_wrappers"]
-    _tell_of_results(wrappers.AOTDispatchAutograd, told)
-    _ask_of_arguments(wrappers.RuntimeWrapper, asked)
+    _tell_and_ask(wrappers.RuntimeWrapper, told, asked)
+    _read_where_it_cannot_run(sys.modules["torch._dynamo.output_graph"].OutputGraph)
+    watch_views(watch)
     if not hasattr(torch.compiler, "_compile_session_context"):
         _say_what_compiles(sys.modules["torch._dynamo.convert_frame"])
 
@@ -81,40 +85,81 @@ def _guard_sizes(guards: Any) -> None:
     builder.DTENSOR_SPEC_MATCH = asks
 
 
-def _tell_of_results(maker: Any, told: _Told) -> None:
-    finish = maker.post_compile
-
-    def post_compile(*args: Any, **kwargs: Any) -> Any:
-        graph = finish(*args, **kwargs)
-        _Numbers.asked = False
-
-        @wraps(graph)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            results = graph(*args, **kwargs)
-            told(results)
-            return results
-
-        return run
-
-    maker.post_compile = staticmethod(post_compile)
-
-
-def _ask_of_arguments(maker: Any, asked: _Asked) -> None:
+def _tell_and_ask(maker: Any, told: _Told, asked: _Asked) -> None:
     finish = maker.post_compile
 
     @wraps(finish)
-    def post_compile(self: Any, *args: Any, runtime_metadata: Any, **kwargs: Any) -> Any:
-        graph = finish(self, *args, runtime_metadata=runtime_metadata, **kwargs)
+    def post_compile(self: Any, made: Any, *args: Any, runtime_metadata: Any, **kwargs: Any) -> Any:
+        computes = _telling(made, told) if self.trace_joint else made
+        graph = finish(self, computes, *args, runtime_metadata=runtime_metadata, **kwargs)
+        _Numbers.asked = False
         written = [n for n, info in enumerate(runtime_metadata.input_info) if info.mutates_data]
+        parts = parts_of_arguments(runtime_metadata)
 
         @wraps(graph)
         def run(given: Any) -> Any:
-            asked(given, written)
-            return graph(given)
+            try:
+                asked(given, written)
+            except RuntimeError as refused:
+                vars(refused)[_NOTHING_RAN] = True
+                raise
+            arguments = {place: given[part.argument] for place, part in parts.items()}
+            results = graph(given)
+            for place, argument in arguments.items():
+                results[place] = parts[place].settle(results[place], argument)
+            return results
 
+        _Writing.made += bool(written)
         return run if written else graph
 
     maker.post_compile = post_compile
+
+
+def _telling(made: Any, told: _Told) -> Any:
+    """Results are what arguments become where the graph writes them, and those that the program gets."""
+
+    @wraps(made)
+    def run(*args: Any) -> Any:
+        results = made(*args)
+        told(results)
+        return results
+
+    return run
+
+
+class _Writing:
+    """made: so many graphs that write arguments, by all threads; torch makes one at a time."""
+
+    made = 0
+
+
+_NOTHING_RAN = "_refused_before_the_graph"
+
+
+def _read_where_it_cannot_run(output: Any) -> None:
+    """Have what Dynamo read run as it is, on arguments for which the graph that was made of it does not hold.
+
+    Not where torch parts it into several graphs, some of which have run by then.
+    """
+    compiles = output.call_user_compiler
+
+    @wraps(compiles)
+    def call_user_compiler(self: Any, read: Any, *given: Any) -> Any:
+        before = _Writing.made
+        compiled = compiles(self, read, *given)
+
+        @wraps(compiled)
+        def runs(*args: Any) -> Any:
+            try:
+                return compiled(*args)
+            except RuntimeError as refused:
+                if not hasattr(refused, _NOTHING_RAN):
+                    raise
+            return read(*args)
+
+        return runs if _Writing.made == before + 1 else compiled
+
+    output.call_user_compiler = call_user_compiler
 
 
 class _Numbers:

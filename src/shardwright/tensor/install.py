@@ -35,7 +35,7 @@ from shardwright.tensor.plain.host_reads import OWN as HOST
 from shardwright.tensor.random import full
 from shardwright.tensor.safe_globals import allow_safe_loading
 from shardwright.tensor.under_way import start_redistribution
-from shardwright.tensor.views import strided, write_back
+from shardwright.tensor.views import graph_results, strided, write_back
 from shardwright.tensor.wrap import CLASSES, knots
 
 # Functions of torch that are done in a way of our own above autograd; none stands in two of the tables.
@@ -75,6 +75,7 @@ def install() -> None:
         compute_view,
         told=made_gradients.await_all,
         asked=written_memory.refuse_shared,
+        watch=graph_results.WATCH,
     )
     register_optimizer_step_pre_hook(refuse_replaced)
     register_optimizer_step_pre_hook(bring_gradients)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.compat import CANNOT_VIEW, neg_view
+from shardwright.compat import CANNOT_VIEW, FakeTensor, get_proxy_mode, neg_view
 from shardwright.compat.graph_order import nothing_of
 from shardwright.index.region import Shape
 from shardwright.index.runs import intervals
@@ -60,8 +61,8 @@ class LocalView:
             alias = self._strided(local)
             return self._listed(local.shape).take(local) if alias is None else (alias, False)
         if self.index is not None:
-            index = torch.from_numpy(self.index).to(local.device)
-            return noted_as(local, memory_of(local).reshape(-1)[index].view(self.shape)), True
+            places = _beside(self.index, local)
+            return noted_as(local, memory_of(local).reshape(-1)[places].view(self.shape)), True
         try:
             return local.view(self.shape), False
         except CANNOT_VIEW:  # the local strides do not merge, although the logical ones do
@@ -78,7 +79,7 @@ class LocalView:
             flat = carried_out(local).reshape(-1)
             shares = flat.untyped_storage()._cdata == local.untyped_storage()._cdata
             flat = flat.clone() if shares else flat
-            flat[torch.from_numpy(self.index).to(local.device)] = carried_out(values).reshape(-1)
+            flat[_beside(self.index, local)] = carried_out(values).reshape(-1)
             local.copy_(flat.view(local.shape))
         else:
             local.copy_(values.reshape(local.shape))
@@ -138,6 +139,15 @@ class LocalView:
         local = local.permute(sorted(range(len(walked)), key=walked.__getitem__))
         sliced = local.view([size if dim in walked else 1 for dim, size in enumerate(self.shape)])
         return sliced if sliced.shape == self.shape else sliced.expand(self.shape)
+
+
+def _beside(index: Indices, local: Tensor) -> Tensor:
+    """Places as indices of a local tensor; without data where Dynamo asks what a view looks like."""
+    places = torch.from_numpy(index).to(local.device)
+    if isinstance(local, FakeTensor) and get_proxy_mode() is None:
+        asked: Any = local
+        return cast("Tensor", asked.fake_mode.from_tensor(places))
+    return places
 
 
 def memory_of(local: Tensor) -> Tensor:

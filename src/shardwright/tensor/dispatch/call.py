@@ -79,10 +79,10 @@ def dispatch(
             route = _route_of_symbols(func)
         else:
             args, kwargs = graph_sizes.as_numbers(args, kwargs)
-    copies = write_back.origins.data
+    copies = bool(write_back.origins.data)
     if _modes():
         route = partial(proxies.record, route)
-        copies = copies or write_back.traced.data
+        copies = copies or write_back.asks_of_trace()
     if copies:
         return write_back.around(route, func, args, kwargs)
     return route(func, args, kwargs)

@@ -22,7 +22,7 @@ from shardwright.rules.op import is_pointwise
 from shardwright.tensor.dispatch import overlapping
 from shardwright.tensor.dispatch.overlapping import is_cut_there, writes_once
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.views.write_back import written_by
+from shardwright.tensor.views.write_back import bases_of, written_by
 from shardwright.tensor.wrap import offset_of
 
 # Ops that read operands by index while they write: no place may be both.
@@ -149,7 +149,7 @@ def refuse_shared(args: Sequence[object], written: Sequence[int]) -> None:
     sharing: dict[int, list[int]] = {}
     for place, x in enumerate(args):
         if isinstance(x, DTensor):
-            sharing.setdefault(id(_memory_of(x)), []).append(place)
+            sharing.setdefault(_place_of(x), []).append(place)
     for places in sharing.values():
         if len(places) > 1 and not set(places).isdisjoint(written):
             views = [_as_memory(cast("DTensor", args[place])) for place in places]
@@ -158,6 +158,14 @@ def refuse_shared(args: Sequence[object], written: Sequence[int]) -> None:
             }
             if not met.keys().isdisjoint(written):
                 raise RuleError(_SHARED.format(" and ".join(map(str, met.values()))))
+
+
+def _place_of(x: DTensor) -> int:
+    """What tells its memory from others'; of views in inference mode torch knows no base."""
+    if not x.is_inference():
+        return id(_memory_of(x))
+    *_, base = (x, *bases_of(x))
+    return cast("int", base._local_tensor.untyped_storage()._cdata)
 
 
 def _as_memory(x: DTensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ Rejected: raising on such writes. `x[2] = 0` and `x[:, 1:3].mul_(2)` are common 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
@@ -68,8 +68,38 @@ origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of views that ar
 traced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+_watches: list[bool] = []  # is what is traced asked for all of its views?
+
+
+@contextmanager
+def all_views() -> Iterator[None]:
+    """Within the block views of what is traced are remembered that share the memory of their base, too."""
+    _watches.append(True)
+    try:
+        yield
+    finally:
+        _watches.pop()
+
+
+def asks_of_trace() -> bool:
+    """May an op on tensors of a trace be one on views that are remembered, or make one?"""
+    return bool(traced.data or _watches)
+
+
+def way_to(view: torch.Tensor) -> Iterator[_Origin]:
+    """How it came about, and how its base did, as far as is remembered."""
+    origin = _origin(view)
+    while origin is not None:
+        yield origin
+        origin = _origin(origin.base)
+
+
 def _origins(view: torch.Tensor) -> WeakTensorKeyDictionary:
-    return traced if isinstance(view, DTensor) and is_traced(view._local_tensor) else origins
+    return traced if _is_traced(view) else origins
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    return isinstance(x, DTensor) and is_traced(x._local_tensor)
 
 
 def _origin(view: torch.Tensor) -> _Origin | None:
@@ -81,7 +111,7 @@ def remember(out: Any, func: Op, args: Args, kwargs: Kwargs, *, copied: bool) ->
     base, *rest = args
     several = isinstance(out, list | tuple)
     for index, view in enumerate(out if several else (out,)):
-        if isinstance(view, DTensor) and _origin(view) is None:
+        if isinstance(view, DTensor) and view is not base and _origin(view) is None:
             where = index if several else None
             _origins(view)[view] = _Origin(base, func, tuple(rest), kwargs, where, copied, _version_of(base))
 
@@ -142,7 +172,7 @@ def around(route: Call, func: Op, args: Args, kwargs: Kwargs) -> Any:
         _write_back(value, before)
     if written:
         return out
-    if is_view(func) and _origin(args[0]) is not None:
+    if is_view(func) and (_origin(args[0]) is not None or (_watches and _is_traced(args[0]))):
         remember(out, func, args, kwargs, copied=False)
     return out
 
@@ -244,10 +274,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 def bases_of(view: DTensor) -> Iterator[DTensor]:
     """What a view that copied is of, and what that is of: a write into it is one into each."""
-    origin = _origin(view)
-    while origin is not None:
-        yield origin.base
-        origin = _origin(origin.base)
+    return (origin.base for origin in way_to(view))
 
 
 def _derive_again(written: DTensor) -> None:
