@@ -3,6 +3,7 @@
 import operator
 from itertools import permutations
 
+import pytest
 import torch
 
 import shardwright as sw
@@ -51,6 +52,13 @@ def _numbers_that_leave_the_dtype():
     x = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
     for shift in (operator.lshift, operator.rshift):  # of bools torch's refuse them
         close(shift(x, 1), shift(plain, 1), str(shift))
+        for other in (torch.tensor(3), torch.arange(3)):
+            placed = sw.distribute_tensor(other, mesh, [sw.Replicate()])
+            close(shift(placed, x), shift(other, plain), f"{shift} by bools")
+            close(shift(x, placed), shift(plain, other), f"{shift} of bools")
+        for refused in (x, x.float()):
+            with pytest.raises(NotImplementedError):
+                shift(refused, x)
 
 
 def _other_widths():

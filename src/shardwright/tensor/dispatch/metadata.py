@@ -83,7 +83,7 @@ def _of_attention(query: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.
 # Ops whose function for tensors without data asks for more than their kernels do, and one that does not.
 def _of_shift(op: Callable[..., torch.Tensor], x: torch.Tensor, by: Any) -> torch.Tensor:
     """torch's own refuses the bools that kernels take, beside whole numbers."""
-    return (torch.bitwise_left_shift if x.dtype == torch.bool else op)(x, by)
+    return (torch.bitwise_left_shift if torch.bool in (x.dtype, getattr(by, "dtype", None)) else op)(x, by)
 
 
 def _of_multi_margin(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
