@@ -100,6 +100,21 @@ def _once_for_all_layouts():
     assert counts[0] == counts[-1] > 0, counts
 
 
+def _sums_over_no_dim_named():
+    """An empty list of dims means all; torch's function without data says of nansum that it means none."""
+    plain, mesh = torch.tensor([[1.0, torch.nan], [2.0, 3.0], [torch.nan, 4.0]]), rank_mesh((2,))
+    for placement in (sw.Shard(0), sw.Shard(1), sw.Replicate(), sw.Partial("max")):
+        x = sw.distribute_tensor(plain.nan_to_num(9) if placement.is_partial() else plain, mesh, [placement])
+        for keepdim in (False, True):
+            for dtype in (None, torch.float64):
+                got = x.nansum(dim=[], keepdim=keepdim, dtype=dtype)
+                close(got, x.full_tensor().nansum(dim=[], keepdim=keepdim, dtype=dtype), str(placement))
+
+
+def test_an_empty_list_of_dims_means_all(ranks):
+    ranks(2, _sums_over_no_dim_named)
+
+
 def test_numbers_of_other_types_give_other_dtypes_whichever_came_first(ranks):
     ranks(2, _numbers_of_every_type)
 

@@ -109,9 +109,7 @@ def _of_upsampling(
     return op(given, *rest, **named)[: len(x)]
 
 
-_UPSAMPLING = (
-    f"{name}{dims}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)
-)
+_UPSAMPLING = (f"{name}{d}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for d in (1, 2, 3))
 _OWN: dict[str, Callable[..., Any]] = {
     "aten::__lshift__": partial(_of_shift, torch.ops.aten.__lshift__),
     "aten::__rshift__": partial(_of_shift, torch.ops.aten.__rshift__),
@@ -121,6 +119,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "aten::multi_margin_loss": _of_multi_margin,
     "aten::multilabel_margin_loss_forward": _of_multilabel_margin,
     "aten::nan_to_num_": lambda x, *_: x,  # torch's, of complex numbers, asks which are -inf
+    "aten::nansum": torch.ops.aten.sum,  # torch's takes an empty list of dims for no dim, kernels for all
     "aten::native_group_norm_backward": _of_group_norm_backward,
     "aten::view_copy": _of_view_copy,
     **{f"aten::{name}": partial(_of_upsampling, getattr(torch.ops.aten, name)) for name in _UPSAMPLING},
