@@ -3,6 +3,8 @@
 import copy
 import warnings
 from collections import OrderedDict
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -151,6 +153,25 @@ def _shared_arguments():
 def test_a_write_into_what_another_argument_has_is_seen_there(ranks):
     """A graph would read the other one as it had been before: what Dynamo has read runs as it is."""
     ranks(2, _shared_arguments, timeout=120)
+
+
+def _of_no_elements():
+    mesh = rank_mesh((2,), ("tp",))
+    functions = [
+        *(partial(torch.linalg.matrix_norm, ord=order) for order in (1, 2, float("inf"))),
+        torch.linalg.matrix_rank,
+        torch.linalg.cond,
+    ]
+    for function, shape in product(functions, [(0, 0), (2, 0, 0)]):
+        empty = torch.zeros(shape)
+        got = _compiled(function, "aot_eager")(sw.distribute_tensor(empty, mesh, [sw.Replicate()]))
+        assert isinstance(got, sw.DTensor)
+        torch.testing.assert_close(got.full_tensor(), function(empty))
+
+
+def test_what_torch_makes_of_no_elements_is_distributed(ranks):
+    """It had been a plain tensor, since no op of a DTensor gave it."""
+    ranks(2, _of_no_elements, timeout=120)
 
 
 def _naive():

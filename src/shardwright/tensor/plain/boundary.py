@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from shardwright.compat import (
     DisableTorchFunctionSubclass,
     FakeTensor,
+    FunctionalTensor,
     current_graph_task_id,
     get_unwrapped,
     implicitly_replicated,
@@ -157,7 +158,8 @@ def call(
             args, kwargs = _taken_as_replicated(func, args, kwargs, _wants_gradient)
         with DisableTorchFunctionSubclass():
             own = OF_GRAPHS.get(func)
-            return func(*args, **kwargs) if own is None else own(func, args, kwargs)
+            out = func(*args, **kwargs) if own is None else own(func, args, kwargs)
+            return judged(func, args, kwargs, out) if type(out) in _PLAIN_IN_GRAPHS else out
     depth = state.functions
     given = (*args, *kwargs.values()) if kwargs else args
     if state.rank_local:
@@ -187,6 +189,10 @@ def call(
     finally:
         state.functions = depth
     return out if out.__class__ is not torch.Tensor else judged(func, args, kwargs, out)
+
+
+# The second stands for a plain tensor where a graph is taken apart.
+_PLAIN_IN_GRAPHS = frozenset({FakeTensor, FunctionalTensor, torch.Tensor})
 
 
 def _judge_in_a_graph(func: Any, args: Args, kwargs: dict[str, Any]) -> None:
