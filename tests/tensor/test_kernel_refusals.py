@@ -36,6 +36,8 @@ REFUSED = {
     "a grid without dims": (_SAMPLE, _IMAGE, _X),
     "a product of bools": (torch.dot, _X[0].bool(), _X[0].bool()),
     "the largest of bools": (torch.argmax, _X.bool()),
+    "a polynomial of halves": (torch.special.hermite_polynomial_h, _X.half(), torch.tensor([2])),
+    "places among bools": (torch.searchsorted, _X.bool(), _X.bool()),
     "windows of a matrix": (functional.max_pool2d, _X, 2),
 }
 BY_SHAPE = {
@@ -105,6 +107,8 @@ def test_a_refusal_that_is_caught_leaves_no_operand_to_the_collector(ranks):
 
 _FAR, _NINE = torch.full((4,), 9), torch.tensor([9])
 KINDS = {
+    "a polynomial of halves": (torch.special.hermite_polynomial_h, _X.half(), torch.tensor([2])),
+    "places among bools": (torch.searchsorted, _X.bool(), _X.bool()),
     "windows of a matrix": (functional.unfold, _X, 2),
     "a stride of 0": (partial(functional.conv1d, stride=0), _X[None], torch.ones(1, 4, 2)),
     "a shift of numbers": (torch.bitwise_left_shift, _X, _X),
