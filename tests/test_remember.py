@@ -34,6 +34,7 @@ STATE = {
     "tensor/spec.py:_summed": "axes on which parameters compute locally, as strategies have said",
     "tensor/wrap.py:held_outside": "the program has a local tensor, so that writes into them count",
     "tensor/finished_forms.py:watching": "who remembers versions, while they do",
+    "tensor/views/write_back.py:_watches": "who asks for the views of what is traced, while it is",
     "tensor/plain/spmd.py:_compared": "the ranks compared these lines together",
     "remember.py:_functions": "the list of the tables",
     "remember.py:_tables": "the list of the tables",

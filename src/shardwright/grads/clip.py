@@ -85,9 +85,9 @@ def clip_grad_norm_(
     wanted = that_may_have_gradients(named)
     distributed = {name: p for name, p in wanted.items() if isinstance(p, TorchDTensor)}
     fused = foreach is not False
-    crowds = list(crowds_of(distributed).values())
+    crowds, said = list(crowds_of(distributed).values()), _as_others(norm_type)
     try:
-        with _heard(crowds, norm_type):
+        with _heard(crowds, said):
             max_norm, norm_type = _checked(max_norm, norm_type, error_if_nonfinite, foreach)
             if len(distributed) < len(wanted):
                 refuse_gathered(wanted)
@@ -97,7 +97,7 @@ def clip_grad_norm_(
         if stages:
             zero = torch.zeros((), dtype=torch.float64, device=stages[0].device_type)
             with suppress(ParallelError):
-                _over_stages(zero, stages, norm_type, wide=_LOST)
+                _over_stages(zero, stages, said, wide=_LOST)
         raise
     groups = _group(wanted.values())
     total = _total_norm(groups, powers, stages, norm_type, fused=fused)
@@ -122,7 +122,7 @@ def _checked(max_norm: Any, norm_type: Any, error_if_nonfinite: Any, foreach: An
 
 
 @contextmanager
-def _heard(crowds: Sequence[Crowd], norm_type: object) -> Iterator[None]:
+def _heard(crowds: Sequence[Crowd], norm_type: float) -> Iterator[None]:
     """Inside, a rank looks at what it has; of an error hear those that wait for it in the first sum."""
     try:
         yield
@@ -133,6 +133,14 @@ def _heard(crowds: Sequence[Crowd], norm_type: object) -> Iterator[None]:
             crowd.total(zeros, None, reason=_REASON)
             tell_lost(crowd.parameters)
         raise
+
+
+def _as_others(norm_type: Any) -> float:
+    """What it is where it is right on other ranks: of what is none here nobody knows, and most say 2."""
+    try:
+        return _number("norm_type", norm_type)
+    except ConfigError:
+        return 2.0
 
 
 def _number(name: str, given: Any) -> float:
