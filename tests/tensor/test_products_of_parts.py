@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwright as sw
+from shardwright.comm import mailbox
 from shardwright.grads import GradientSynchronizer
 from shardwright.parallel import parallelize_fsdp, parallelize_tensor
 from shardwright.show import trace
@@ -83,6 +84,19 @@ def _of_one_axis():
             assert len(seen) == n, (shape, seen)
     seen = _beside_one_device(mesh, (3, 16, 6), {"tp": sw.ZigZag(1)}, (), bias=True)
     assert not seen  # nothing is gathered
+
+
+def _in_one_batch():
+    """As NCCL posts them: all messages together, which are waited for together, once."""
+    original, mailbox._posts_singly = mailbox._posts_singly, lambda _: False
+    try:
+        _of_one_axis()
+    finally:
+        mailbox._posts_singly = original
+
+
+def test_messages_that_are_posted_as_one_batch_are_waited_for_once(ranks):
+    ranks(2, _in_one_batch)
 
 
 @pytest.mark.parametrize("world", [2, 4])

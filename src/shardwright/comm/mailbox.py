@@ -150,8 +150,8 @@ _Arrival = tuple[Tensor, int, Sequence[tuple[Tensor, Message]]]
 class Arriving:
     """Messages under way. Nothing in the slots may be read before `wait()`.
 
-    received: per message its work (None: a part of the batch) and what it fills from a buffer; those that
-        nobody has waited for.
+    received: per message its work (None: a part of the batch) and what it fills from a buffer; like those of
+        the batch, those that nobody has waited for.
     sent: what must stay alive until `works` are done.
     """
 
@@ -160,14 +160,14 @@ class Arriving:
     received: list[tuple[Work | None, _Arrival]]
     works: Sequence[Work]
     sent: Sequence[Tensor]
-    batch: Sequence[Work] = ()
+    batch: list[Work]
 
     def each(self) -> Iterator[int]:
         """The rank of one message after another, once what it brings is in the slots."""
-        for work in self.batch:
-            work.wait()
+        while self.batch:  # gloo waits for ever for what was waited for
+            self.batch.pop().wait()
         while self.received:
-            arrival, (buffer, rank, fills) = self.received.pop(0)  # gloo waits for ever for it a second time
+            arrival, (buffer, rank, fills) = self.received.pop(0)
             if arrival is not None:
                 arrival.wait()
             position = 0
@@ -205,7 +205,7 @@ class Posted:
 def _posted(tasks: Sequence[Mailing], xs: Sequence[Tensor], *, copies: bool) -> Arriving:
     slots_of = [task.slots(x, copies=copies) for task, x in zip(tasks, xs, strict=True)]
     if xs[0].is_meta:
-        return Arriving(tasks, slots_of, [], (), ())  # a rehearsal: there is nothing to send
+        return Arriving(tasks, slots_of, [], (), (), [])  # a rehearsal: there is nothing to send
     places = list(_place(tasks[0], slots_of[0]) if len(tasks) == 1 else _shared_places(tasks, slots_of))
     parts = _parts(tasks[0], xs[0], copies=copies) if len(tasks) == 1 else _shared_parts(tasks, xs)
     post = _post_singly if _posts_singly(xs[0]) else _post_as_one_batch
@@ -220,7 +220,7 @@ def _posts_singly(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-_Posted = tuple[list[tuple[Work | None, _Arrival]], list[Work], list[Tensor], Sequence[Work]]
+_Posted = tuple[list[tuple[Work | None, _Arrival]], list[Work], list[Tensor], list[Work]]
 
 
 def _post_singly(places: Sequence[_Arrival], parts: Iterator[tuple[Tensor, Sequence[int]]]) -> _Posted:
@@ -230,7 +230,7 @@ def _post_singly(places: Sequence[_Arrival], parts: Iterator[tuple[Tensor, Seque
     for part, ranks in parts:
         works += [_post(dist.isend, part, rank) for rank in ranks]
         sent.append(part)
-    return received, works, sent, ()
+    return received, works, sent, []
 
 
 def _post(verb: Callable[..., Work | None], part: Tensor, rank: int) -> Work:
@@ -243,7 +243,7 @@ def _post_as_one_batch(places: Sequence[_Arrival], parts: Iterator[tuple[Tensor,
     operations = [dist.P2POp(dist.irecv, bits(place), rank) for place, rank, _ in places] + [
         dist.P2POp(dist.isend, bits(part), rank) for part, ranks in leaving for rank in ranks
     ]
-    batch = dist.batch_isend_irecv(operations) if operations else ()
+    batch = dist.batch_isend_irecv(operations) if operations else []
     return [(None, place) for place in places], [], [part for part, _ in leaving], batch
 
 
