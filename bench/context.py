@@ -6,9 +6,7 @@ to a rate. Without that, messages between processes of one machine are copies by
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import cast
 
 import torch
@@ -19,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import shardwright as sw
 from bench.hand_ring import HandRing, cut
-from bench.links import LINK, pace
+from bench.links import LINK, medians_at
 from bench.turns import Found, Step, in_turns, told
 from shardwright.comm.ring import Ring
 from shardwright.tensor.attention.asked import attention_by
@@ -112,19 +110,9 @@ def overlap(length: int, rate: int | None) -> tuple[float, float, float]:
     rate: bytes per second that a rank sends; None: as fast as it can.
     """
     steps = [_ours(length, "ring"), _ours(length, "ring", blocking=True), _messages(length)]
-    times: list[list[float]] = [[] for _ in steps]
     for step in steps:
         step()  # whoever talks to each other is connected now
-    pace(rate)
-    for turn in range(_TURNS + 1):
-        for place in range(len(steps)):
-            index = (turn + place) % len(steps)
-            dist.barrier()
-            start = time.perf_counter()
-            steps[index]()
-            times[index].append(time.perf_counter() - start)
-    pace(None)
-    free, blocking, alone = (median(each[1:]) for each in times)
+    free, blocking, alone = medians_at(rate, steps, _TURNS)
     return free, blocking, alone
 
 

@@ -5,9 +5,7 @@ On links that take time and no processor (`bench.links`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import shardwright as sw
-from bench.links import LINK, pace
+from bench.links import LINK, medians_at
 from shardwright.testing import RankPool, rank_mesh
 
 _TOKENS, _WIDTH = 1024, 1024
@@ -43,17 +41,7 @@ def hidden(rate: int | None) -> tuple[float, float, float]:
         lambda: gathered(in_parts=False),
     ]
     torch.testing.assert_close(steps[0]().to_local(), steps[1]().to_local())
-    pace(rate)
-    times: list[list[float]] = [[] for _ in steps]
-    for turn in range(_TURNS + 1):
-        for place in range(len(steps)):
-            index = (turn + place) % len(steps)
-            dist.barrier()
-            start = time.perf_counter()
-            steps[index]()
-            times[index].append(time.perf_counter() - start)
-    pace(None)
-    first, second, third = (median(each[1:]) for each in times)
+    first, second, third = medians_at(rate, steps, _TURNS)
     return first, second, third
 
 
