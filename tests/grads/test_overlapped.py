@@ -424,6 +424,46 @@ def test_gradients_that_an_exception_loses_are_not_missed_in_silence(ranks):
     ranks(2, _left)
 
 
+def _left_on_one(sizes, at):
+    """One rank leaves the block; the others hear of it, and all go on."""
+    mesh = rank_mesh(sizes, ("a", "b")[: len(sizes)])
+    model = parallelize_replicate(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), mesh)
+    rows, fails = torch.ones(1, 2), torch.distributed.get_rank() == 1
+    hook = model[1].weight.register_hook(_fail) if fails and at == "in the backward" else None
+
+    def block():
+        with GradientSynchronizer(model, 1).overlapped():
+            if fails and at == "before":
+                _fail()
+            model(rows).sum().backward()
+            if fails and at == "after":
+                _fail()
+
+    with pytest.raises((ValueError, ParallelError)) as caught:
+        block()
+    if hook is not None:
+        hook.remove()
+    model.zero_grad()
+    with GradientSynchronizer(model).overlapped():
+        model(rows).sum().backward()
+    assert model[2].bias.grad.to_local().tolist() == [torch.distributed.get_world_size()] * 2
+    return str(caught.value)
+
+
+def _fail(*_):
+    raise ValueError("a bad batch")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "at"), [((2,), "before"), ((2,), "after"), ((2, 2), "in the backward")], ids=str
+)
+def test_the_others_hear_of_an_exception_that_leaves_the_block_on_one_rank(ranks, sizes, at):
+    """They waited for its gradients."""
+    said = ranks(torch.Size(sizes).numel(), _left_on_one, sizes, at, timeout=60)
+    assert said.pop(1) == "a bad batch"
+    assert all("cannot go on with the sums of its gradients, as its own error says" in text for text in said)
+
+
 def _nested():
     model = parallelize_replicate(_Net().double(), rank_mesh((2,), ("a",)))
     synchronizer = GradientSynchronizer(model)

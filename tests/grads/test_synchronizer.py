@@ -400,6 +400,26 @@ def test_a_parameter_that_data_parallelism_left_out_is_refused_by_name(ranks, fi
     assert "ranks [0] too" in texts[2]
 
 
+def _other_gradients_than_promised():
+    """Each rank reaches a layer of its own beside one that both reach; nobody reaches the last."""
+    layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
+    parallelize_replicate(layers, _mesh(2))
+    rank, rows = dist.get_rank(), torch.ones(1, 2)
+    synchronizer = GradientSynchronizer(layers, static=True)
+    for _ in range(2):
+        (layers[0](rows) + (10 if rank else 1) * layers[1 + rank](rows)).sum().backward()
+        with Recorder() as recorder:
+            synchronizer.synchronize()
+    assert [event.reason for event in recorder.collectives] == ["sum gradients"]
+    assert layers[3].weight.grad is None
+    return [layer.weight.grad.to_local().unique().tolist() for layer in layers[:3]]
+
+
+def test_a_promise_of_same_gradients_that_a_rank_breaks_mixes_nothing(ranks):
+    """Those of different parameters were added up where they had one size, or no rank went on."""
+    assert ranks(2, _other_gradients_than_promised, timeout=30) == [[[4.0], [2.0], [20.0]]] * 2
+
+
 def _foreign_on_one():
     mesh = _mesh(2)
     parameters = [_parameter(mesh, [Replicate()]), _parameter(mesh, [Replicate()])]

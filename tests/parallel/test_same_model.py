@@ -192,6 +192,22 @@ def test_a_pattern_without_a_match_on_one_rank_is_told_to_the_others(ranks: Rank
     assert there.startswith("no parameter or buffer is named 'waits'")
 
 
+def _function_that_fails() -> str:
+    def place(name: str, module: nn.Module, mesh: Any) -> None:
+        if name == "1" and dist.get_rank():
+            raise ValueError("no such layer")
+
+    with pytest.raises((ValueError, ParallelError)) as caught:
+        sw.distribute_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), rank_mesh((2,), ("tp",)), place)
+    return str(caught.value)
+
+
+def test_an_error_of_a_function_that_places_on_one_rank_is_told_to_the_others(ranks: Ranks) -> None:
+    here, there = ranks(2, _function_that_fails, timeout=60)
+    assert here == "distribute_module: rank 1 cannot go on; nothing was changed\n  there: no such layer"
+    assert there == "no such layer"
+
+
 def _buffers(verb: str) -> str:
     module, mesh = nn.BatchNorm1d(4), rank_mesh((2,), ("tp",))
     module.running_mean = torch.zeros(4 + dist.get_rank())

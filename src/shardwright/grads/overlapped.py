@@ -10,10 +10,13 @@ summed once more.
 
 Gradients that are no terms of a sum (those of a sharded unit, of experts that are spread) are left as they
 are; whether all ranks have them alike is told in the tail of a last bucket of the same ranks.
+
+A rank that cannot go on sends what its peers wait for all the same, and in the tail that it is lost.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.functional import reduce_over, start_sum
+from shardwright.comm.in_passing import tell_in_passing
 from shardwright.comm.told import told
 from shardwright.compat import DisableTorchFunctionSubclass, axis_names, is_memory_shared, modes_on
 from shardwright.compat.fully_shard import managing_unit
@@ -34,6 +38,10 @@ from shardwright.grads.state import GradientState
 from shardwright.tensor.autograd import taken_at_once
 
 _REASON = "sum gradients"
+_LOST = (
+    "a rank of {} cannot go on with the sums of its gradients, as its own error says; those of this step are "
+    "lost\n  fix: zero_grad(), and make another GradientSynchronizer, on every rank"
+)
 _FLAGS = 3  # that are told of each parameter
 
 
@@ -99,6 +107,7 @@ class OverlappedSum:
         self._finished: set[int] = set()  # crowds: nothing of theirs is left to be moved or summed here
         self._next = 0
         self._ends = False
+        self._is_lost = False
 
     @property
     def took_any(self) -> bool:
@@ -181,6 +190,10 @@ class OverlappedSum:
     def _tail(self, bucket: Bucket) -> Tensor | None:
         if bucket.tells is None:
             return None
+        if self._is_lost:
+            said = torch.full((_FLAGS * len(bucket.tells),), math.inf)
+            rest = () if bucket.asks is None else (in_numbers(None, said.dtype, said.device),)
+            return torch.cat((said, *rest))
         ids = [id(entry.parameter) for entry in bucket.tells]
         flags = [float(flag) for each in ids for flag in (*self._had[each], each in self._late)]
         said = torch.tensor(flags, dtype=bucket.kind.dtype, device=bucket.kind.device)
@@ -191,11 +204,13 @@ class OverlappedSum:
             self._finished.add(id(bucket.asks))
         return torch.cat((said, in_numbers(digest, said.dtype, said.device)))
 
-    def finish(self) -> list[tuple[dict[str, TorchDTensor], bool]]:
+    def finish(self, *, static: bool) -> list[tuple[dict[str, TorchDTensor], bool]]:
         """Send what is left, wait for all of it, and give every sum the layout of its parameter.
 
+        Args: static: gradients that no message tells of count as alike on all ranks.
         Returns: parameters that are still to be looked at, and whether all ranks have their gradients alike.
-        Raises: ParallelError: some ranks have terms of a gradient where others have a layout of their own.
+        Raises: ParallelError: some ranks have terms of a gradient where others have a layout of their own; a
+            rank is lost.
         """
         self._ends = True
         for filled in self._filled[self._next :]:
@@ -227,8 +242,20 @@ class OverlappedSum:
                     own = entry.placed._local_tensor
                     entry.put(total if own.is_contiguous() else torch.empty_like(own).copy_(total))
         asked = {id(bucket.asks) for bucket in self._plan.buckets}
-        found += [(crowd.parameters, False) for crowd in self._plan.left if id(crowd) not in asked]
+        found += [(crowd.parameters, static) for crowd in self._plan.left if id(crowd) not in asked]
         return [each for each in found if each[0]]
+
+    def give_up(self) -> None:
+        """Send what is left as zeros, and that this rank is lost: the others would wait for it."""
+        left = self._filled[self._next :]
+        if not left:
+            return
+        self._is_lost, self._next = True, len(self._filled)
+        for filled in left:
+            for at in range(len(filled.bucket.members)):
+                filled.put(at, None)
+            filled.send(self._tail(filled.bucket))
+        tell_in_passing(lambda: [filled.wait() for filled in self._filled if filled.wait is not None])
 
     def _sums_of_late(self, entries: Sequence[Summed]) -> dict[int, Tensor]:
         """What came after the first terms, on any rank, summed over the ranks; by parameter."""
@@ -254,7 +281,10 @@ class OverlappedSum:
         for bucket, flat in zip(self._plan.buckets, sums, strict=True):
             if bucket.tells is not None:
                 tail = flat if bucket.asks is None else flat[:-NUMBERS]
-                flags = told(tail[-_FLAGS * len(bucket.tells) :] != 0)
+                numbers = told(tail[-_FLAGS * len(bucket.tells) :])
+                if math.inf in numbers:
+                    raise ParallelError(_LOST.format(axis_names(bucket.members[0].placed._spec.mesh)))
+                flags = [number != 0 for number in numbers]
                 of_each = zip(*(flags[at::_FLAGS] for at in range(_FLAGS)), strict=True)
                 found += zip(bucket.tells, of_each, strict=True)
         return found

@@ -39,7 +39,9 @@ class GradientSynchronizer:
         parameters: a module (asked again at every call, so that `.to(dtype)` may replace its parameters),
             parameters, or (name, parameter) pairs; the same on every rank. Frozen ones are left alone.
         bucket_bytes: small gradients are sent together, up to this many bytes in one all-reduce.
-        static: promise that every rank has the same gradients in every step, so that they need not agree.
+        static: every rank has the same gradients in every step: they are summed without a word before, in
+            messages with room for those of all parameters. Where a rank has others all the same that is told
+            there, and right; not of parameters that compute as DTensors, of which nothing tells.
 
     Raises:
         ParallelError: a trainable parameter is a plain tensor although there are several ranks (that are not
@@ -59,7 +61,7 @@ class GradientSynchronizer:
         self._static = static
         self._covered: list[object] = []  # parameters and specs that `refuse_uncovered` let pass
         self._plan: Plan | None = None  # for these parameters
-        self._lost = False  # an exception left a block
+        self._lost = False  # an exception left a step that this rank or another one cannot end
         self._ever_trained: set[str] = set()
         self._named: dict[str, Tensor] = {}  # as the last call found them
         self._distributed()
@@ -70,12 +72,15 @@ class GradientSynchronizer:
         Raises:
             ParallelError: layouts of one gradient contradict each other, or a parameter became plain.
 
-        Cost: per mesh axis a few bytes per parameter to agree (none if `static`), then 2(n-1)/n of the bytes
-        of the pending gradients.
+        Cost: per mesh axis a few bytes per parameter to agree, then 2(n-1)/n of the bytes of the pending
+        gradients. If `static` that of `overlapped()`: nothing before, and zeros for what a rank lacks.
         """
         distributed = self._distributed()
+        if self._static:
+            self._summed_in(self._sums(distributed), distributed)
+            return
         distributed |= self._frozen_since(distributed)
-        finish_gradients(distributed, self._bucket_bytes, agreed=self._static)
+        finish_gradients(distributed, self._bucket_bytes, agreed=False)
         self._are_finished()
 
     @contextmanager
@@ -90,27 +95,45 @@ class GradientSynchronizer:
         summed when the block ends.
 
         Raises: as `synchronize`, at the end of the block; ParallelError: a parameter gets gradients of two
-            layouts or dtypes. What travels when an exception leaves the block is lost, and later calls raise:
-            make another one.
+            layouts or dtypes; an exception left the block of another rank. What travels then is lost, and
+            later calls raise: make another one.
         Cost: 2(n-1)/n of the bytes of these gradients and three numbers for each, sent while the backward
             computes. For those that are complete on each rank (sharded units, spread experts) 128 numbers in
             the last of these messages, if it goes to the same ranks; for all others that of `synchronize`.
             The memory of the messages, as large as these gradients, is kept for the next step.
         """
         distributed = self._distributed()
-        if self._plan is None:
-            self._plan = planned(distributed, self._bucket_bytes)
-        sums = OverlappedSum(self._plan)
+        sums = self._sums(distributed)
         stop = sums.listen()
         try:
-            yield
-        except BaseException:
-            self._lost = sums.took_any
-            raise
+            with self._lost_by_errors(sums):
+                yield
         finally:
             stop()
-        for left, alike in sums.finish():
-            finish_gradients(left, self._bucket_bytes, agreed=alike or self._static)
+        self._summed_in(sums, distributed)
+
+    def _sums(self, distributed: dict[str, TorchDTensor]) -> OverlappedSum:
+        if self._plan is None:
+            self._plan = planned(distributed, self._bucket_bytes)
+        return OverlappedSum(self._plan)
+
+    @contextmanager
+    def _lost_by_errors(self, sums: OverlappedSum) -> Iterator[None]:
+        """What an error leaves half sent is lost, and the ranks that wait for it hear so."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                sums.give_up()
+            self._lost = sums.took_any
+            raise
+
+    def _summed_in(self, sums: OverlappedSum, distributed: dict[str, TorchDTensor]) -> None:
+        """Finish what travels, and the gradients that nobody sums."""
+        with self._lost_by_errors(sums):
+            unfinished = sums.finish(static=self._static)
+        for left, alike in unfinished:
+            finish_gradients(left, self._bucket_bytes, agreed=alike)
         if frozen := self._frozen_since(distributed):
             finish_gradients(frozen, self._bucket_bytes, agreed=self._static)
         self._are_finished()
@@ -119,7 +142,7 @@ class GradientSynchronizer:
         """Return the trainable parameters, none of which may be plain in a world of several ranks."""
         if self._lost:
             raise ParallelError(
-                "an exception left a block of `overlapped()` while gradients travelled: they are lost\n"
+                "an exception left a step while gradients travelled: they are lost\n"
                 "  fix: zero_grad(), and make another GradientSynchronizer"
             )
         self._named = named_parameters(self._source)

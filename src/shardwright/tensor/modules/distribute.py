@@ -20,7 +20,7 @@ from shardwright.placement.base import Placement, Replicate
 from shardwright.tensor.conversions import current_mesh
 from shardwright.tensor.distribute import distribute_tensor, refuse_source
 from shardwright.tensor.modules.more_axes import KEPT, is_free_for, on_more_axes
-from shardwright.tensor.modules.same_model import agreed
+from shardwright.tensor.modules.same_model import agreed, tells_errors
 from shardwright.tensor.modules.ties import ties_kept
 from shardwright.tensor.placements import PlacementsArgument, resolve_placements
 from shardwright.tensor.wrap import as_ours
@@ -69,8 +69,9 @@ def distribute_module(
         told.becomes = placements_by(patterns, module, mesh)
     with _once(module, verb):
         if function is not None:
-            for name, child in module.named_modules():
-                function(name, child, mesh)
+            with tells_errors(verb, module, mesh):
+                for name, child in module.named_modules():
+                    function(name, child, mesh)
             with agreed(verb, module, mesh) as told:  # what it has left plain is sent
                 told.becomes = placements_by({}, module, mesh)
         _place(module, mesh, patterns, src_data_rank, verb)

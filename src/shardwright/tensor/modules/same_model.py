@@ -27,6 +27,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shardwright.comm.dtype import as_bytes
 from shardwright.comm.functional import reduce_over
+from shardwright.comm.in_passing import tell_in_passing
 from shardwright.comm.record import because
 from shardwright.comm.told import told
 from shardwright.compat import FakeTensor, axis_names
@@ -112,6 +113,25 @@ def agreed(verb: str, module: Any, mesh: Any) -> Iterator[Said]:
             _warn(said.over)
     if error is not None:
         raise error
+
+
+@contextmanager
+def tells_errors(verb: str, module: Any, mesh: Any) -> Iterator[None]:
+    """Around what a caller does before `agreed`: the ranks that wait there hear of his error, and raise.
+
+    Those that stand elsewhere do not: what is done inside may send messages of its own.
+    """
+    try:
+        yield
+    except Exception as error:
+        failed = error
+
+        def tell() -> None:
+            with agreed(verb, module, mesh):
+                raise failed
+
+        tell_in_passing(tell)
+        raise
 
 
 def _is_alone(mesh: object) -> bool:
