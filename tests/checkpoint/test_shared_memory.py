@@ -187,6 +187,64 @@ def test_a_tensor_that_meets_itself_is_refused(
     assert torch.equal(into.w, source.w)
 
 
+def sharing(how: str) -> torch.Tensor:
+    """Elements of which several are one in memory."""
+    return {
+        "number": torch.tensor(0.0).expand(4),
+        "rows": torch.zeros(3, 1).expand(3, 4),
+        "windows": torch.zeros(8).unfold(0, 4, 2),
+        "conjugate": torch.zeros(1, dtype=torch.complex64).conj().expand(3),
+    }[how]
+
+
+def filled(how: str) -> torch.Tensor:
+    one = sharing(how)
+    flat = one.as_strided((one.untyped_storage().nbytes() // one.element_size(),), (1,))
+    flat.copy_(torch.arange(1, len(flat) + 1) * (1j if one.is_complex() else 1))
+    return one
+
+
+@pytest.mark.parametrize("how", ["number", "rows", "windows", "conjugate"])
+def test_a_tensor_that_meets_itself_is_loaded_where_the_checkpoint_agrees_with_itself(
+    tmp_path: Path, how: str
+) -> None:
+    """Of a buffer `torch.zeros(1).expand(4)` a run had been saved that nobody could go on with."""
+    saved, into = nn.Module(), nn.Module()
+    saved.register_buffer("w", filled(how))
+    into.register_buffer("w", sharing(how))
+    save(tmp_path / "c", saved)
+    with pytest.raises(CheckpointError, match=r"w has elements that share their memory"):
+        load(tmp_path / "c", into, in_place=True)
+    assert not into.w.any()
+    load(tmp_path / "c", into)
+    assert torch.equal(into.w, filled(how))
+    save(tmp_path / "d", w=torch.arange(into.w.numel()).view(into.w.shape).to(into.w.dtype))
+    with pytest.raises(CheckpointError, match=r"w has elements that share .* other values of them in w"):
+        load(tmp_path / "d", w=into.w)
+    assert torch.equal(into.w, filled(how))
+
+
+def of_expanded(folder: Path) -> list[list[float]]:
+    mesh = rank_mesh((2,), ("tp",))
+
+    def made(value: float) -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("whole", torch.tensor(value).expand(3))
+        module.register_buffer("rows", torch.full((4, 1), value))
+        sw.distribute_module(module, mesh, {"rows": {"tp": sw.Shard(0)}})
+        module.rows, module.whole = module.rows.expand(4, 2), module.whole.reshape(3)
+        return module
+
+    saved, other = made(2.0), made(1.0)
+    save(folder / "c", saved)
+    load(folder / "c", other)
+    return [other.whole.full_tensor().unique().tolist(), other.rows.full_tensor().unique().tolist()]
+
+
+def test_expanded_tensors_on_ranks_are_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, of_expanded, tmp_path) == [[[2.0], [2.0]]] * 2
+
+
 def test_slices_of_a_model_that_meet_are_refused_for_files_of_others(tmp_path: Path) -> None:
     save_hf(model(5.0), tmp_path / "c")
     flat, made = torch.zeros(12), model(0.0)

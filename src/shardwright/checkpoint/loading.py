@@ -20,7 +20,13 @@ from shardwright.checkpoint.patterns import Only, Patterns, refuse_unfitted
 from shardwright.checkpoint.pieces import local_of, note_written, refuse_unwritable, views
 from shardwright.checkpoint.rng_state import KEY as RNG
 from shardwright.checkpoint.rng_state import check_generator, check_rng, write_rng
-from shardwright.checkpoint.shared_memory import Shared, refuse_different, refuse_overlaps, shared_by
+from shardwright.checkpoint.shared_memory import (
+    Shared,
+    refuse_different,
+    refuse_overlaps,
+    shared_by,
+    shown_once,
+)
 from shardwright.checkpoint.state import Kind, Node, nodes_of
 from shardwright.checkpoint.storage.arena import Arena, copy_bytes, fill, room_for
 from shardwright.checkpoint.storage.element_types import DTYPES, in_order, name_of
@@ -285,7 +291,8 @@ class Loading:
         arena = Arena(sum(room_for(local.nbytes) for _, _, local in apart))
         for name, tensor, local in apart:
             staged = arena.take(tuple(local.shape), local.dtype)
-            self.staged.append((local, staged))
+            strides = local.stride()
+            self.staged.append((shown_once(local, strides), shown_once(staged, strides)))
             if name in shared:
                 self.beside[name] = staged
             wanted += self._wants(name, tensor, staged)

@@ -136,7 +136,7 @@ def _has_memory(local: torch.Tensor) -> bool:
 
 
 def refuse_unwritable(tensor: torch.Tensor, key: str, *, made: bool = False) -> None:
-    """Raises CheckpointError where nothing can be copied: no memory, elements that share it, or sums.
+    """Raises CheckpointError where nothing can be copied: no memory, or sums.
 
     Args: made: its memory is yet to be made.
     """
@@ -147,12 +147,6 @@ def refuse_unwritable(tensor: torch.Tensor, key: str, *, made: bool = False) -> 
         local = tensor._local_tensor
     if not made:
         refuse_without_data(local, key)
-    if not local.is_contiguous() and any(
-        n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True)
-    ):
-        raise CheckpointError(
-            f"{key} is expanded (one element stands for several) and cannot be written: clone it first"
-        )
 
 
 @remembered(4096)

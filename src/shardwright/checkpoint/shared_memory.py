@@ -51,7 +51,10 @@ def memory_of(tensor: torch.Tensor, span: Span | None) -> Hashable:
 
 
 class Shared(NamedTuple):
-    """Two tensors that share elements, and all that lie among theirs, these two included."""
+    """Two tensors that share elements, or one twice that does so with itself, and all that lie among theirs.
+
+    members: these two included.
+    """
 
     one: str
     other: str
@@ -68,23 +71,18 @@ def refuse_overlaps(placed: Iterable[tuple[str, Span | None]], alike: Alike) -> 
 
 
 def shared_by(placed: Iterable[tuple[str, Span | None]], alike: Alike) -> Iterator[Shared]:
-    """Tensors that lie among each other, some of which share elements.
+    """Tensors that lie among each other, some of which share elements, and those that do so with themselves.
 
     Args:
         placed: tensors by name, each with its span.
         alike: whether two tensors, by name, get the same elements; then they may be one memory.
-    Raises: CheckpointError: to write one is to write twice into itself.
     Cost: a sort; where tensors lie between one another's elements, a byte of memory for each of these.
     """
     spans = sorted((span, name) for name, span in placed if span is not None)
-    for span, name in spans:
-        if _meets_itself(span.shape, span.strides):
-            raise CheckpointError(
-                f"{name} has elements that share their memory (its strides are {span.strides}), and would be "
-                "written over itself: clone it first"
-            )
     for cluster in _clusters(spans):
         pair = _meeting(cluster, alike) if len(cluster) > 1 else None
+        if pair is None:
+            pair = next(((n, n) for span, n in cluster if _meets_itself(span.shape, span.strides)), None)
         if pair is not None:
             yield Shared(*pair, cluster)
 
@@ -96,18 +94,28 @@ def refuse_different(shared: Shared, found: Mapping[str, torch.Tensor]) -> None:
     Cost: twice the memory that they lie in, on the host.
     """
     members = shared.members
-    if any(any(span.turned) for span, _ in members):
+    if len({span.turned for span, _ in members}) > 1:
         raise CheckpointError(_sharing(shared))
     low = members[0][0].start
     length = max(span.stop for span, _ in members) - low
     values, known = (torch.zeros(length, dtype=kind, device="cpu") for kind in (torch.uint8, torch.bool))
     for span, name in members:
         mine = as_bytes(found[name].cpu()).view(*span.shape, span.itemsize)
+        once = shown_once(mine, span.strides)
         there, is_known = (_marks(each, span, low, 1) for each in (values, known))
-        if bool(((mine != there) & is_known).any()):
-            raise CheckpointError(f"{_sharing(shared)}. The checkpoint has other values of them in {name}")
-        there.copy_(mine)
+        differs = bool(((once != there) & is_known).any())
+        there.copy_(once)
         is_known.fill_(True)
+        if differs or bool((there.expand_as(mine) != mine).any()):
+            raise CheckpointError(f"{_sharing(shared)}. The checkpoint has other values of them in {name}")
+
+
+def shown_once(tensor: torch.Tensor, strides: Iterable[int]) -> torch.Tensor:
+    """The first entry of each dim along which a tensor of these strides shows the same elements again."""
+    for dim, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def span_of(tensor: torch.Tensor) -> Span | None:
@@ -192,10 +200,17 @@ def _marks(mask: torch.Tensor, span: Span, low: int, unit: int) -> torch.Tensor:
     """The marks of a tensor's elements, several of each where others have smaller ones."""
     each = span.itemsize // unit
     strides = (*(stride * each for stride in span.strides), 1)
-    return mask.as_strided((*span.shape, each), strides, (span.start - low) // unit)
+    whole = mask.as_strided((*span.shape, each), strides, (span.start - low) // unit)
+    return shown_once(whole, span.strides)
 
 
 def _sharing(shared: Shared) -> str:
+    if shared.one == shared.other:
+        strides = next(span.strides for span, name in shared.members if name == shared.one)
+        return (
+            f"{shared.one} has elements that share their memory (its strides are {strides}), and would be "
+            "written over itself: clone it first"
+        )
     return (
         f"{shared.one} and {shared.other} share elements in memory and are not one tensor, so that one would "
         "be written over the other: give each memory of its own (clone one of them), or load one of them "
