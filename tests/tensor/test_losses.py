@@ -180,6 +180,37 @@ def test_what_is_no_number_has_no_gradient_that_is_one(ranks):
     ranks(2, _no_number)
 
 
+def _of_two_dtypes():
+    x, y = full(5, 4), full(5, 4, seed=1).sign()
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for one, other in itertools.permutations(dtypes, 2):
+        for function in (functional.huber_loss, functional.soft_margin_loss, functional.smooth_l1_loss):
+            for reduction, layout in itertools.product(("mean", "none"), layouts_of(2, pending=False)):
+                wanted = function(x.to(one), y.to(other), reduction=reduction)
+                found = function(place(x.to(one), layout), place(y.to(other), layout), reduction=reduction)
+                assert found.dtype == wanted.dtype, (function, one, other, layout)
+                loose = 2e-2 if torch.bfloat16 in (one, other) else 2e-3
+                torch.testing.assert_close(found.full_tensor(), wanted, atol=loose, rtol=loose)
+
+
+def test_a_loss_beside_a_wider_target_has_the_dtype_of_one_device(ranks):
+    """That of the input in some; both were promoted."""
+    ranks(2, _of_two_dtypes)
+
+
+def _of_bools():
+    x, y = full(5, 4), full(5, 4, seed=1) > 0
+    for beta, layout in itertools.product((0.5, 1.0), layouts_of(2)):
+        plain, placed = x.clone().requires_grad_(), place(x, layout, requires_grad=True)
+        functional.smooth_l1_loss(plain, y, beta=beta).backward()
+        functional.smooth_l1_loss(placed, sw.distribute_tensor(y, mesh()), beta=beta).backward()
+        close(placed.grad, plain.grad, f"{beta} {layout}")
+
+
+def test_the_gradient_of_a_smooth_loss_beside_bools(ranks):
+    ranks(2, _of_bools)
+
+
 def _naive_mean():
     """A mean of local means, planted: right on equal parts only."""
     x = full(5, 4)

@@ -25,7 +25,7 @@ from shardwright.rules.rule import register_rule
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 _LOSSES = """
-    mse_loss huber_loss soft_margin_loss soft_margin_loss_backward
+    mse_loss soft_margin_loss_backward
     binary_cross_entropy_backward binary_cross_entropy_with_logits
 """
 
@@ -38,6 +38,15 @@ def of_some_elements(op: Op, grad: Tensor, x: Tensor, target: Tensor, reduction:
     return decomposed(op, grad, x, target, reduction if x.numel() else _SUM, *rest)
 
 
+@rewrite("aten::huber_loss.default", "aten::soft_margin_loss.default")
+def as_the_input(
+    op: Op, x: Tensor, target: Tensor, reduction: int = _MEAN, *rest: float, **named: float
+) -> object:
+    """Its steps, of the input's dtype beside a wider target too, as kernels write them."""
+    made: Tensor = decomposed(op, x, target, reduction, *rest, **named)  # type: ignore[assignment]
+    return made if made.dtype == x.dtype or not x.is_floating_point() else made.to(x.dtype)
+
+
 @rewrite("aten::smooth_l1_loss_backward.default")
 def smooth_l1_loss_backward(
     op: Op,  # noqa: ARG001  these are steps of its own
@@ -48,7 +57,7 @@ def smooth_l1_loss_backward(
     beta: float,
 ) -> object:
     """In steps that ask the difference once; torch's own take the sign of what is no number for 0."""
-    apart = x - target
+    apart = x - (target.to(x.dtype) if target.dtype == torch.bool else target)
     slope = (apart / beta).clamp(-1, 1) if beta else apart.sign().masked_fill(apart.isnan(), nan)
     return slope * (grad / x.numel() if reduction == _MEAN and x.numel() else grad)
 

@@ -55,8 +55,9 @@ def _of_group_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor | None, ...]:
     """torch's own divides by the number of elements of a group, which may be none."""
-    *_, channels, _, _, mask = rest
-    made = (torch.empty_like(x, dtype=grad.dtype), x.new_empty(channels), x.new_empty(channels))
+    _, _, weight, _, channels, _, _, mask = rest
+    like = x if weight is None else weight
+    made = (torch.empty_like(x, dtype=grad.dtype), like.new_empty(channels), like.new_empty(channels))
     return tuple(m if wanted else None for m, wanted in zip(made, mask, strict=True))
 
 
