@@ -19,7 +19,10 @@ from tests.compositions.sweep import BAD, Record, sweep
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, run, report; 0 if every case is right or refused for its reason."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.go_on and not options.report:
+        parser.error("--go-on asks for the --report of the sweep that ended early")
     console = Console()
     whole = options.all or options.variants
     found = chosen(
@@ -28,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         strategies=options.strategies,
         variants=options.variants,
     )
-    wanted = found[:: options.every]
+    done = _done(Path(options.report)) if options.go_on else frozenset()
+    wanted = [case for case in found[:: options.every] if str(case) not in done]
     if options.list:
         for case in wanted:
             console.print(str(case), markup=False, soft_wrap=True)
@@ -36,14 +40,23 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.monotonic()
     records = _tried(wanted, options, console)
     summary(records, time.monotonic() - start, console)
-    return 1 if not records or any(record.verdict in BAD for record in records) else 0
+    return 1 if not (records or done) or any(record.verdict in BAD for record in records) else 0
+
+
+def _done(report: Path) -> frozenset[str]:
+    """The cases that the report of a sweep that ended early holds as they should be."""
+    if not report.exists():
+        return frozenset()
+    lines = (line.split("\t") for line in report.read_text().splitlines())
+    return frozenset(case for verdict, _, case, *_ in lines if verdict not in BAD)
 
 
 def _tried(wanted: list[Case], options: argparse.Namespace, console: Console) -> list[Record]:
     records: list[Record] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack:
-        report = stack.enter_context(Path(options.report).open("w")) if options.report else None
+        mode = "a" if options.go_on else "w"
+        report = stack.enter_context(Path(options.report).open(mode)) if options.report else None
         progress = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
         task = progress.add_task("compositions", total=len(wanted))
         for record in sweep(wanted, jobs=options.jobs, erased=options.erased):
@@ -71,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--erased", action="store_true", help="each step as an erased function")
     parser.add_argument("--list", action="store_true", help="print the cases, run none")
     parser.add_argument("--report", help="write every record to this file, a line each")
+    parser.add_argument(
+        "--go-on", action="store_true", help="leave out what the report has as it should be, and add to it"
+    )
     return parser
 
 
