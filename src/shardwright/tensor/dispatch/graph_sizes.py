@@ -77,7 +77,7 @@ def call(otherwise: Route, beside_plain: Callable[..., Any], func: Op, args: Arg
 
 
 def _of_any_size(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -> Any:
-    if any(0 in x._local_tensor.shape for x in tensors):  # of one that holds nothing the sizes decide
+    if any(map(_holds_none_of_a_symbol, tensors)):  # for other sizes it may hold some
         return NotImplemented
     if func is _EXPAND and current_graph_task_id() != -1:
         return _repeated(tensors[0], args[1])
@@ -108,6 +108,11 @@ def _of_any_size(func: Op, args: Args, kwargs: Kwargs, tensors: list[DTensor]) -
         sizes = {name: tensors[operand].shape[dim] for name, (operand, dim) in form.held}
         decided = replace(decided, local=local.of_symbols(func, asked.coords, sizes))
     return _run(func, args, kwargs, tensors, decided, form)
+
+
+def _holds_none_of_a_symbol(x: DTensor) -> bool:
+    sizes = zip(x.shape, x._local_tensor.shape, strict=False)  # who is outside has a part of one dim
+    return x._spec.coords is None or any(part == 0 and type(whole) is not int for whole, part in sizes)
 
 
 def _by_other_ops(
