@@ -110,7 +110,7 @@ def _tell_and_ask(maker: Any, told: _Told, asked: _Asked) -> None:
             return results
 
         _Writing.made += bool(written)
-        return run if written else graph
+        return run if written or parts else graph
 
     maker.post_compile = post_compile
 

@@ -21,6 +21,7 @@ from shardwright.remember import memo
 from shardwright.tensor.autograd import (
     Redistribute,
     apply,
+    gradient_of,
     gradient_spec,
     known_by,
     one_by_one,
@@ -31,6 +32,7 @@ from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.graph_spec import GraphSpec, of_sizes
 from shardwright.tensor.placements import TORCHS, PlacementsArgument, mesh_and_placements
 from shardwright.tensor.spec import Spec, Token, spec_of
+from shardwright.tensor.views.write_back import known_as
 from shardwright.tensor.wrap import knots, wrap
 
 
@@ -129,14 +131,27 @@ def unmoved(x: DTensor) -> DTensor:
     It shares the memory, so it shares the graph: a write into either of them is one into both, and is refused
     where torch refuses one into a view (of a leaf, of one of several results).
     """
-    if torch.compiler.is_compiling() or transforms_on():
+    if transforms_on():
         return apply(_Same, x)
+    traced = torch.compiler.is_compiling()
     with DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled() or not x.requires_grad:  # memory and count of writes are all to share
             return cast("DTensor", x.detach())
         view = cast("DTensor", x[...])
-        view.register_hook(partial(_brought, x._spec.token))  # type: ignore[no-untyped-call]
+        brings = partial(_brought_in_graph, known_by(x)) if traced else partial(_brought, x._spec.token)
+        view.register_hook(brings)  # type: ignore[no-untyped-call]
+    if traced:  # who gets it from the graph gets it anew of the argument
+        known_as(view, torch.ops.shardwright.unmoved.default)
     return view
+
+
+def _brought_in_graph(source: Any, gradient: DTensor) -> DTensor:
+    return apply(Redistribute, gradient, gradient_of(source, gradient))
+
+
+_library = torch.library.Library("shardwright", "FRAGMENT")
+_library.define("unmoved(Tensor(a) x) -> Tensor(a)")
+_library.impl("unmoved", unmoved, "CompositeImplicitAutograd")
 
 
 def _brought(source: Token, gradient: DTensor | None) -> DTensor | None:
@@ -155,7 +170,7 @@ def _each_brought(source: Token, gradient: DTensor) -> tuple[DTensor]:
 
 
 class _Same(Redistribute):
-    """The same where neither views nor hooks are followed: in graphs and transforms of functions."""
+    """The same where neither views nor hooks are followed: in transforms of functions."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]

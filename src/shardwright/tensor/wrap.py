@@ -135,6 +135,11 @@ def _empty_at(
         return made._neg_view() if negative else made
 
 
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: of a plain one itself."""
+    return x._local_tensor if isinstance(x, CLASSES[0]) else x
+
+
 def offset_of(x: torch.Tensor) -> int:
     """Where `x` begins in its storage, as torch's own code sees it: for a DTensor, on one device."""
     with DisableTorchFunctionSubclass():

@@ -9,7 +9,7 @@ Which ops ask what is torch's habit, not a law: the tables below are checked aga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -23,7 +23,7 @@ from shardwright.tensor.dispatch import overlapping
 from shardwright.tensor.dispatch.overlapping import is_cut_there, writes_once
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views.write_back import bases_of, written_by
-from shardwright.tensor.wrap import offset_of
+from shardwright.tensor.wrap import local_part, offset_of
 
 # Ops that read operands by index while they write: no place may be both.
 _INDEXED = frozenset({
@@ -146,26 +146,62 @@ def refuse_shared(args: Sequence[object], written: Sequence[int]) -> None:
 
     The graph computes with what both had before. torch joins plain arguments that share memory, not those.
     """
-    sharing: dict[int, list[int]] = {}
-    for place, x in enumerate(args):
-        if isinstance(x, DTensor):
-            sharing.setdefault(_place_of(x), []).append(place)
-    for places in sharing.values():
-        if len(places) > 1 and not set(places).isdisjoint(written):
-            views = [_as_memory(cast("DTensor", args[place])) for place in places]
-            met = {
-                places[n]: tuple(views[n].shape) for n in compute_overlapping_tensors(views, symbolic=False)
-            }
-            if not met.keys().isdisjoint(written):
-                raise RuleError(_SHARED.format(" and ".join(map(str, met.values()))))
+    if not any(isinstance(x, DTensor) for x in args):
+        return
+    given = {place: x for place, x in enumerate(args) if isinstance(x, torch.Tensor) and _has_memory(x)}
+    sharing: dict[int, dict[int, torch.Tensor]] = {}
+    for place, x in given.items():
+        base = _laid_in(x)
+        sharing.setdefault(local_part(base).untyped_storage()._cdata, {})[place] = base
+    for bases in sharing.values():
+        if len(bases) > 1 and not bases.keys().isdisjoint(written):
+            met = _met(given, bases)
+            if not met.isdisjoint(written):
+                raise RuleError(_SHARED.format(" and ".join(str(tuple(given[n].shape)) for n in sorted(met))))
 
 
-def _place_of(x: DTensor) -> int:
-    """What tells its memory from others'; of views in inference mode torch knows no base."""
-    if not x.is_inference():
-        return id(_memory_of(x))
+def _met(given: Mapping[int, torch.Tensor], bases: Mapping[int, torch.Tensor]) -> set[int]:
+    """Those of one storage that have elements in common: views of a tensor are asked as on one device.
+
+    Others by what lies on this rank: a detached one, a local part. A storage without bytes is one part alone.
+    """
+    met: set[int] = set()
+    views: dict[int, list[int]] = {}
+    for place, base in bases.items():
+        views.setdefault(id(base), []).append(place)
+    for places in views.values():
+        if isinstance(bases[places[0]], DTensor):
+            met.update(_overlapping(places, [_as_memory(cast("DTensor", given[n])) for n in places]))
+    if len(views) > 1:
+        parts = {n: local_part(base if _is_apart(given[n], base) else given[n]) for n, base in bases.items()}
+        empty = not any(part.untyped_storage().nbytes() for part in parts.values())
+        found = set(parts) if empty else _overlapping(list(parts), list(parts.values()))
+        if any(isinstance(given[n], DTensor) for n in found):  # torch joins plain ones
+            met |= found
+    return met
+
+
+def _overlapping(places: Sequence[int], tensors: list[torch.Tensor]) -> set[int]:
+    return {places[n] for n in compute_overlapping_tensors(tensors, symbolic=False)}
+
+
+def _is_apart(x: torch.Tensor, base: torch.Tensor) -> bool:
+    """Does what is laid in `base` lie elsewhere on this rank?"""
+    own, its = (local_part(one).untyped_storage()._cdata for one in (x, base))
+    return bool(own != its)
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    return isinstance(x, DTensor) or (plain and x.layout is torch.strided)
+
+
+def _laid_in(x: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory it is in, or says to be; of views in inference mode torch knows no base."""
+    if not isinstance(x, DTensor):
+        return x
     *_, base = (x, *bases_of(x))
-    return cast("int", base._local_tensor.untyped_storage()._cdata)
+    return base if base.is_inference() else _memory_of(base)
 
 
 def _as_memory(x: DTensor) -> torch.Tensor:

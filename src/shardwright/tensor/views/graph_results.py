@@ -24,6 +24,7 @@ from shardwright.rules.call import Op
 from shardwright.tensor.autograd import apply
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.views import write_back
+from shardwright.tensor.wrap import hold_outside, local_part, offset_of, wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,42 +137,49 @@ class PartOf:
 
     def settle(self, result: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
         """Give a result that a graph made the memory of the argument."""
-        memory = seen_again(_local(argument).detach(), self.views)
+        memory = seen_again(local_part(argument).detach(), self.views)
+        hold_outside("a graph")
+        if result.requires_grad and torch.is_grad_enabled():
+            seen: torch.Tensor = apply(_Seen, result, memory)
+            return seen
         if isinstance(result, DTensor):
             result._local_tensor = memory
         else:
             result.data = memory
-        return apply(_Seen, result) if result.requires_grad and torch.is_grad_enabled() else result
+        return result
 
 
 class _Seen(torch.autograd.Function):
-    """The value, which autograd lets nobody write: the argument's gradient would not see it."""
+    """The value in the memory of the argument. Autograd refuses what its gradient would not see.
+
+    Nobody may write it, or read it once the argument was written.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        seen = wrap(memory, x._spec, offset=offset_of(x)) if isinstance(x, DTensor) else memory
+        return seen.view_as(seen)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return grad
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x._local_tensor if isinstance(x, DTensor) else x
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return grad, None
 
 
 def _part_of(x: torch.Tensor, args: Sequence[Any]) -> PartOf | None:
     """Raises: RuleError: symbols decide how it is seen."""
-    memory = _local(x).untyped_storage()._cdata
+    memory = local_part(x).untyped_storage()._cdata
     for place, arg in enumerate(args):
-        if not isinstance(arg, torch.Tensor) or _local(arg).untyped_storage()._cdata != memory:
+        if not isinstance(arg, torch.Tensor) or local_part(arg).untyped_storage()._cdata != memory:
             continue
-        if not (isinstance(arg, DTensor) or isinstance(x, DTensor)) or not is_written(arg):
+        written = is_written(arg)
+        if not (isinstance(arg, DTensor) or isinstance(x, DTensor)) or not (written or x.requires_grad):
             return None
-        same = [(y.shape, y.stride(), y.storage_offset()) for y in (_local(x), _local(arg))]
-        views = [] if same[0] == same[1] else views_of(_local(x))
-        if views is None:
+        same = [(y.shape, y.stride(), y.storage_offset()) for y in (local_part(x), local_part(arg))]
+        views = [] if same[0] == same[1] else views_of(local_part(x))
+        if views is None and written:
             raise RuleError(_OF_SYMBOLS)
+        if views is None:
+            return None
         return PartOf(place, views)
     return None
 

@@ -124,6 +124,13 @@ def remember_local(
     _origins(out)[out] = _Origin(base, func, tuple(rest), kwargs, index, True, version_of(base), local)
 
 
+def known_as(view: torch.Tensor, func: Op) -> None:
+    """If it is remembered, then as what this op gives of its base alone."""
+    origin = _origin(view)
+    if origin is not None:
+        origin.func, origin.args, origin.kwargs, origin.index = func, (), {}, None
+
+
 def replace(known: DTensor, by: DTensor) -> None:
     """Remember of one object what was remembered of another."""
     if _origin(known) is not None:

@@ -108,7 +108,7 @@ def counting_writes(route: Callable[..., Any], func: Op, args: Args, kwargs: Kwa
         return route(func, args, kwargs)
     finally:
         finished_forms.count_writes(written)
-        if held_outside and not torch.compiler.is_compiling():
+        if held_outside or torch.compiler.is_compiling():  # a graph may take a local part of what it writes
             increment_versions(_local_memories(written))
 
 
