@@ -104,6 +104,11 @@ def test_a_plain_tensor_is_not_left_out_of_what_is_told() -> None:
         sw.explain("aten::mm", _layout(4, 4), torch.ones(4, 4))
 
 
+def test_an_op_that_reads_no_tensor_is_refused() -> None:
+    with pytest.raises(RuleError, match=r"aten::randn of no distributed tensor sends nothing"):
+        sw.explain("aten::randn", [4])
+
+
 def test_what_is_no_layout_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="'float32' is no dtype"):
         sw.Layout(ON, {}, (4,), dtype="float32")

@@ -295,6 +295,26 @@ def test_a_part_that_writes_into_what_a_later_stage_reads_is_refused(ranks):
     ranks(2, _refused)
 
 
+class CheckpointedAtOnce(Base):
+    def forward(self, x):
+        return checkpoint(
+            lambda x: self.layers[3](self.layers[2](self.layers[1](self.layers[0](x)))),
+            x,
+            use_reentrant=False,
+        )
+
+
+def _checkpoints_over_a_border():
+    model = CheckpointedAtOnce()
+    parallelize_pipeline(model, rank_mesh((2,), ("pp",)), ["layers.2"])
+    with pytest.raises(ParallelError, match=r"computed again are of one stage(.|\n)*each layer by itself"):
+        Pipeline(model, _loss, micro_batches=2).step(torch.randn(4, H))
+
+
+def test_a_checkpoint_over_a_border_is_refused(ranks):
+    ranks(2, _checkpoints_over_a_border)
+
+
 def _first_feature(out, _target):
     return out[..., 0].square().sum()
 

@@ -107,7 +107,7 @@ def explain(
         operands: the call's positional arguments, a `Layout` or a DTensor for each tensor.
         rank: who is rehearsed; by default the mesh's first.
         named: the call's keyword arguments, a `Layout` for each tensor.
-    Raises: RuleError: no such op, arguments that it refuses, or a plain tensor among them.
+    Raises: RuleError: no such op, arguments that it refuses, a plain tensor among them, or no layout.
     Cost: none.
     """
     _refuse_plain(operands, named)
@@ -117,6 +117,8 @@ def explain(
     layouts = tuple(value for value in tree_flatten((operands, named))[0] if isinstance(value, Layout))
     keywords = tuple((name, _described(value)) for name, value in named.items())
     overload, results = _taken(_overloads(op), operands, named)
+    if not layouts:
+        raise RuleError(f"explain: {overload.name()} of no distributed tensor sends nothing: give layouts")
     call = Call(overload, tuple(map(_described, operands)), keywords, results)
     decision = propagate(call, layouts)
     moves = tuple(

@@ -7,10 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.compat import current_graph_task_id
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.forward.held import Held
 from shardwright.parallel.pipeline.forward.run import Run
 from shardwright.parallel.pipeline.mark import StandIn
+
+_BY_STEP = "run the model with Pipeline(model, ...).step(...)"
+_ONE_STAGE = "activations that are computed again are of one stage\n  fix: checkpoint each layer by itself"
 
 
 class Conductor:
@@ -53,10 +57,8 @@ class Conductor:
     def absent(self, part: Held, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a part that another rank holds."""
         if self.run is None:
-            raise ParallelError(
-                f"{part.key} is held by stage {part.stages[0]} of a pipeline, on another rank: run the model "
-                "with Pipeline(model, ...).step(...)"
-            )
+            way = _BY_STEP if current_graph_task_id() == -1 else _ONE_STAGE
+            raise ParallelError(f"{part.key} is held by stage {part.stages[0]}, on another rank: {way}")
         return self.run.call(part, None, (args, kwargs))
 
 
