@@ -27,6 +27,7 @@ from shardwright.erased.walk import local_of
 from shardwright.erased.watch import Pause, kernel
 from shardwright.tensor.plain import boundary
 from shardwright.tensor.plain.spmd import spmd
+from shardwright.tensor.plain.terms_of_ranks import SumWithTerms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +41,11 @@ _BETWEEN = (
     "torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_pytree.py", "torch/utils/_device.py",
 )  # fmt: skip
 # The same of this package. Not their files: what a block compares, it reads itself.
-_DOORS = (spmd.__torch_function__.__code__, boundary.call.__code__)
+_DOORS = (
+    spmd.__torch_function__.__code__,
+    boundary.call.__code__,
+    SumWithTerms.__torch_function__.__func__.__code__,  # type: ignore[attr-defined]
+)
 _HERE = "shardwright/erased"
 _SCALER = "torch/amp/grad_scaler.py"  # reads whether all gradients are finite
 _READS = frozenset({aten._local_scalar_dense.default, aten.item.default})

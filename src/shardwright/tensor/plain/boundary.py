@@ -38,7 +38,7 @@ from shardwright.tensor.dispatch.ways.out import call_with_out, fills_itself
 from shardwright.tensor.plain.host_reads import READING, WITH_LENGTHS, is_lengths, with_host_values
 from shardwright.tensor.plain.mixed_lists import in_turn, positions_apart
 from shardwright.tensor.plain.refuse import plain_among, tensors_in
-from shardwright.tensor.plain.terms_of_ranks import refuse_terms
+from shardwright.tensor.plain.terms_of_ranks import marked_as, refuse_terms
 from shardwright.tensor.wrap import CLASSES, as_replicated
 
 
@@ -160,7 +160,7 @@ def call(
             own = OF_GRAPHS.get(func)
             out = func(*args, **kwargs) if own is None else own(func, args, kwargs)
             return judged(func, args, kwargs, out) if type(out) in _PLAIN_IN_GRAPHS else out
-    depth = state.functions
+    depth, held = state.functions, None
     given = (*args, *kwargs.values()) if kwargs else args
     if state.rank_local:
         pass
@@ -175,7 +175,7 @@ def call(
                 return in_turn(func, args, kwargs, apart)
             _refuse_plain(func, args, kwargs)
             if torch.is_grad_enabled() and not leaves_alone(func):
-                refuse_terms(func, args, kwargs)
+                held = refuse_terms(func, args, kwargs)
                 args, kwargs = _taken_as_replicated(func, args, kwargs, _wants_gradient)
     if func in READING:
         args, kwargs = with_host_values(func, args, kwargs)
@@ -188,6 +188,8 @@ def call(
             out = func(*args, **kwargs) if own is None else own(func, args, kwargs)
     finally:
         state.functions = depth
+    if held is not None:
+        return marked_as(out, held)
     return out if out.__class__ is not torch.Tensor else judged(func, args, kwargs, out)
 
 
