@@ -1,6 +1,7 @@
 """One family of errors. Each class says its cause; the message says what, where, why, and what to do."""
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -92,17 +93,25 @@ def refuse_other_kind(name: str, value: Any, kinds: Any, error: type[Shardwright
         raise error(f"{name}={value!r:.60} is no {words}\n  fix: {fix}")
 
 
-def as_several(name: str, value: Any, error: type[ShardwrightError], *, fix: str) -> tuple[Any, ...]:
+def as_several(
+    name: str, value: Any, error: type[ShardwrightError], *, fix: str, ordered: bool = True
+) -> tuple[Any, ...]:
     """What a caller gave where several values are due; raise `error` for one text, and what has no members.
 
-    Args: fix: what to give, in words that follow "fix: ".
+    Args:
+        fix: what to give, in words that follow "fix: ".
+        ordered: their order counts. That of a set may be another one on each rank.
     """
-    if isinstance(value, str):
-        raise error(f"{name}={value!r:.60} is one text, where a sequence is due\n  fix: {fix}")
+    for kind, words in _NO_SEQUENCES[: None if ordered else 1]:
+        if isinstance(value, kind):
+            raise error(f"{name}={value!r:.60} is {words}, where a sequence is due\n  fix: {fix}")
     try:
         return tuple(value)
     except TypeError:
         raise error(f"{name}={value!r:.60} is no sequence\n  fix: {fix}") from None
+
+
+_NO_SEQUENCES: Any = ((str, "one text"), (Mapping, "a mapping"), (set | frozenset, "a set, without an order"))
 
 
 def refuse_no_number(

@@ -319,6 +319,28 @@ def test_refusals_say_what_is_due(ranks: Ranks) -> None:
     ranks(2, in_words)
 
 
+def without_an_order() -> None:
+    mesh, x = rank_mesh((2, 1), ("dp", "tp")), torch.ones(4, 2)
+    some: Any = {sw.Shard(0), sw.Partial("sum")}
+    placed = sw.distribute_tensor(x, mesh, [sw.Shard(0), sw.Replicate()])
+    for call in (
+        lambda: sw.distribute_tensor(x, mesh, some),
+        lambda: sw.DTensor.from_local(x, mesh, some),
+        lambda: placed.redistribute(mesh, some),
+        lambda: sw.redistribute_many({placed, placed.clone()}, placements=some),  # type: ignore[call-overload]
+        lambda: sw.redistribute_many([placed], placements=some),
+    ):
+        with pytest.raises(LayoutError, match=r"is a set, without an order, where a sequence is due"):
+            call()
+    with pytest.raises(LayoutError, match=r"in_placements=.* is a mapping, where a sequence is due"):
+        sw.local_map(torch.relu, [sw.Shard(0)], {"tp": sw.Shard(0)})  # type: ignore[arg-type]
+    assert sw.Network(slow_axes={"tp"}).slow_axes == ("tp",)  # type: ignore[arg-type]
+
+
+def test_sets_are_refused_where_an_order_counts(ranks: Ranks) -> None:
+    ranks(2, without_an_order)
+
+
 def test_numbers_that_mean_nothing_are_refused() -> None:
     with pytest.raises(PlanError, match="one_round_bytes=-3 is no number of bytes"):
         sw.Network(one_round_bytes=-3)

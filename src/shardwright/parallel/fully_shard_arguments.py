@@ -61,7 +61,8 @@ def _parameters(given: Any) -> set[nn.Parameter]:
     ignored = () if given is None else given
     fix = "the parameters themselves, {module.weight}, not their names"
     if not isinstance(ignored, Tensor):
-        ignored = as_several("parallelize_fsdp: ignored_params", ignored, ParallelError, fix=fix)
+        name = "parallelize_fsdp: ignored_params"
+        ignored = as_several(name, ignored, ParallelError, fix=fix, ordered=False)
     if isinstance(ignored, Tensor) or not all(isinstance(p, nn.Parameter) for p in ignored):
         raise ParallelError(f"parallelize_fsdp: ignored_params={given!r:.60} are no parameters\n  fix: {fix}")
     return set(ignored)

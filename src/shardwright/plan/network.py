@@ -27,7 +27,8 @@ class Network:
 
     def __post_init__(self) -> None:
         """Raises: PlanError: what are no names, one name alone included; what is no number of bytes."""
-        axes = as_several("slow_axes are names of axes: slow_axes", self.slow_axes, PlanError, fix='("dp",)')
+        name, fix = "slow_axes are names of axes: slow_axes", '("dp",)'
+        axes = as_several(name, self.slow_axes, PlanError, fix=fix, ordered=False)
         if not all(isinstance(axis, str) for axis in axes):
             raise PlanError(f"slow_axes are names of axes, got {axes}")
         few: Any = self.one_round_bytes
