@@ -341,6 +341,19 @@ def test_sets_are_refused_where_an_order_counts(ranks: Ranks) -> None:
     ranks(2, without_an_order)
 
 
+def sized_by_name() -> None:
+    mesh = rank_mesh((2,), ("tp",))
+    for make in (sw.zeros, sw.ones, sw.empty, sw.rand, sw.randn):
+        made = make(size=(3, 2), device_mesh=mesh, placements=[sw.Shard(0)])  # type: ignore[call-arg]
+        assert made.shape == (3, 2)
+        with pytest.raises(LayoutError, match="size="):
+            make(3, size=(3,), device_mesh=mesh)  # type: ignore[call-arg]
+
+
+def test_factories_take_their_size_by_name(ranks: Ranks) -> None:
+    ranks(2, sized_by_name)
+
+
 def test_numbers_that_mean_nothing_are_refused() -> None:
     with pytest.raises(PlanError, match="one_round_bytes=-3 is no number of bytes"):
         sw.Network(one_round_bytes=-3)

@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
 
 def _layout(
     size: tuple[Any, ...],
+    /,
     *,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -41,6 +42,8 @@ def _layout(
     placements: PlacementsArgument | None = None,
     **unknown: Any,
 ) -> tuple[Layout, DeviceMesh]:
+    if not size and "size" in unknown:  # as torch's factories take it
+        size = (unknown.pop("size"),)
     if unknown:
         name = next(iter(unknown))
         raise LayoutError(
@@ -57,7 +60,7 @@ def _layout(
 
 
 @of_constants
-def _filled(size: tuple[Any, ...], value: Any, *, requires_grad: bool = False, **options: Any) -> DTensor:
+def _filled(size: tuple[Any, ...], value: Any, /, *, requires_grad: bool = False, **options: Any) -> DTensor:
     refuse_other_kind("requires_grad", requires_grad, bool, LayoutError, fix="True or False")
     layout, mesh = _layout(size, **options)
     coords = coords_of(mesh)
@@ -125,7 +128,7 @@ def full(size: Any, fill_value: Any, **options: Unpack[Options]) -> DTensor:
 
 
 @of_constants
-def _drawn(draw: Any, size: tuple[Any, ...], *, requires_grad: bool = False, **options: Any) -> DTensor:
+def _drawn(draw: Any, size: tuple[Any, ...], /, *, requires_grad: bool = False, **options: Any) -> DTensor:
     refuse_other_kind("requires_grad", requires_grad, bool, LayoutError, fix="True or False")
     layout, mesh = _layout(size, **options)
     with shared_stream(mesh, layout.placements, None):
