@@ -17,8 +17,7 @@ from shardwright.testing.meshes import rank_mesh
 
 
 def _model(mesh):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = _plain()
     parallelize_fsdp(model[0], mesh)
     return parallelize_fsdp(model, mesh)
 
@@ -51,6 +50,50 @@ def _substituted():
 
 def test_functional_call_with_other_tensors_is_refused(ranks):
     ranks(2, _substituted)
+
+
+def _swapped():
+    """By `torch.utils.swap_tensors`, which keeps the object: at first, and between two steps."""
+    mesh, x = rank_mesh((2,), ("dp",)), torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    one, model = _plain(), _model(mesh)
+    for steps in range(2):
+        for held in (one, model):
+            for parameter in list(held.parameters()):
+                torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * (0.5 + steps)))
+            held.zero_grad()
+            loss = held(x).square().sum()
+            loss.backward()
+        torch.testing.assert_close(loss, one(x).square().sum())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor() / 2, one.get_parameter(name).grad)
+
+
+def _plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def test_what_is_swapped_into_a_parameter_is_gathered(ranks):
+    """The unit computed with the memory that it had before, in silence."""
+    ranks(2, _swapped)
+
+
+def _swapped_for_another():
+    mesh = rank_mesh((2,), ("dp",))
+    for given, placement in (
+        (torch.ones(2), sw.Replicate()),
+        (torch.ones(4), sw.Shard(0)),
+        (torch.ones(2).double(), sw.Shard(0)),
+    ):
+        model = _model(mesh)
+        other = sw.distribute_tensor(given, mesh, [placement], src_data_rank=None)
+        torch.utils.swap_tensors(model[2].bias, nn.Parameter(other))
+        with pytest.raises(ParallelError, match="bias: another tensor"):
+            model(torch.ones(3, 4))
+
+
+def test_what_lies_otherwise_is_not(ranks):
+    ranks(2, _swapped_for_another)
 
 
 class _Writes(nn.Module):

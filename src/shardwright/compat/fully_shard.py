@@ -126,6 +126,22 @@ class FsdpParameter:
         """Gather from the local tensor that the sharded parameter has now."""
         self.inner.reset_sharded_param()
 
+    def follow_swapped(self) -> bool:
+        """Gather from what `torch.utils.swap_tensors` has put into the sharded parameter.
+
+        Returns: whether that lies as the parameter did, which alone can be gathered.
+        """
+        new = self.inner.sharded_param
+        if getattr(new, "_local_tensor", None) is self.inner.followed:
+            return True
+        before = self.inner._sharding_spec
+        alike = isinstance(new, nn.Parameter) and getattr(new, "_spec", None) is not None
+        if not alike or (new._spec, new.dtype) != (before, before.tensor_meta.dtype):
+            return False
+        new._spec = before
+        self.follow_local()
+        return True
+
     def _keep_what_hangs(self) -> None:
         """Attributes of the parameter stay with what `module.to()` or a load makes of it.
 
@@ -133,10 +149,12 @@ class FsdpParameter:
         """
         fsdp = self.inner
         original, hung = fsdp.reset_sharded_param, vars(fsdp.sharded_param)
+        fsdp.followed = fsdp.sharded_param._local_tensor
 
         def reset_sharded_param() -> None:
             nonlocal hung
             original()
+            fsdp.followed = fsdp.sharded_param._local_tensor
             before, hung = hung, vars(fsdp.sharded_param)
             if hung is not before:
                 _managed[id(fsdp.sharded_param)] = fsdp
@@ -385,9 +403,8 @@ def replaced_parameters(module: nn.Module) -> list[str]:
         held, inner = managed.owner._parameters.get(managed.name), managed.inner
         between = getattr(inner, "_sharded_post_forward_param", None)  # `reshard_after_forward=2`
         own = (inner.sharded_param, getattr(inner, "_unsharded_param", None), between)
-        if (held is None or all(held is not each for each in own)) and (
-            started or not isinstance(held, nn.Parameter)
-        ):
+        passed_over = held is None or all(held is not each for each in own)
+        if (passed_over and (started or not isinstance(held, nn.Parameter))) or not managed.follow_swapped():
             found.append(str(inner._param_fqn or managed.name))
     return found
 
