@@ -140,6 +140,8 @@ WEIGH_AFTER = [
     lambda total, weight: nn.functional.mse_loss(total, weight[0]),
     lambda total, weight: torch.addcmul(weight[0], total, weight[1]),
     lambda total, weight: total.mul_(weight[1]),
+    lambda total, weight: total.redistribute(placements=[sw.Replicate()]) * weight[1],
+    lambda total, weight: total.full_tensor() * weight[1],
 ]
 WEIGH_PAIRS = [
     lambda both, weight: (both * weight[:2].exp()).sum(),

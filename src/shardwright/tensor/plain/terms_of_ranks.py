@@ -93,6 +93,11 @@ class SumWithTerms(DTensor):
             _refuse_own(func, terms, [x.device_mesh for x in counting])
         return marked_as(out, Held(terms, bool(counting)))
 
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """As that of any other; what it gives holds the same terms."""
+        moved: DTensor = marked_as(super().redistribute(*args, **kwargs), self._held)
+        return moved
+
 
 _OF_NO_VALUE = frozenset({"__get__", "__set__", "backward", "grad"})
 
