@@ -257,6 +257,17 @@ def test_what_is_no_parameter_is_refused(given):
             take(given)
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_parameters_without_an_order_are_refused_and_nothing_is_scaled(kind):
+    """Ranks would pack gradients that are pending each in its own order."""
+    x = nn.Parameter(torch.zeros(4))
+    x.grad = torch.full((4,), 2.0)
+    for take in (lambda given: clip_grad_norm_(given, 1.0), GradientSynchronizer):
+        with pytest.raises(ParallelError, match=r"another order on each rank(.|\n)*fix: a list"):
+            take(kind([x]))
+    assert x.grad.tolist() == [2.0] * 4
+
+
 @pytest.mark.parametrize("most", ["x", None, 0, 1.5, math.nan, True])
 def test_buckets_of_no_bytes_are_refused(most):
     with pytest.raises(ParallelError, match=r"bucket_bytes=.* is no whole number above 0"):

@@ -17,12 +17,15 @@ Parameters = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]
 def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
     """Return {name: parameter} of a module, one tensor, tensors, or (name, tensor) pairs; tied ones once.
 
-    Tensors without a name are called by their position and shape. Raises: ParallelError: they are none of it.
+    Tensors without a name are called by their position and shape. Raises: ParallelError: they are none of it,
+    or in a set.
     """
     if isinstance(parameters, nn.Module):
         return _of_module(parameters)
     if isinstance(parameters, Tensor | type) or not isinstance(parameters, Iterable):
         parameters = [parameters]  # a class may have what makes its objects iterable
+    if isinstance(parameters, set | frozenset):
+        raise ParallelError(_SET)
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
     for position, item in enumerate(parameters):
@@ -34,6 +37,12 @@ def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
             named[name] = tensor
         seen.add(id(tensor))
     return named
+
+
+_SET = (
+    "parameters in a set: it has another order on each rank, and gradients are added up in this order\n"
+    "  fix: a list, such as list(module.parameters()), or the module"
+)
 
 
 def _of_module(module: nn.Module) -> dict[str, Tensor]:
