@@ -234,3 +234,17 @@ def _sums_that_are_written() -> None:
 
 def test_what_was_reduced_together_has_memory_of_its_own(ranks: Callable[..., list[Any]]) -> None:
     ranks(2, _sums_that_are_written)
+
+
+def _in_another_order_on_each_rank() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    names = ["b", "a", "c"] if mesh.get_local_rank() else ["a", "b", "c"]
+    state = {n: sw.distribute_tensor(torch.full((4,), float(ord(n))), mesh, [sw.Shard(0)]) for n in "abc"}
+    moved = sw.redistribute_many({name: state[name] for name in names}, placements=[sw.Replicate()])
+    assert list(moved) == names
+    for name, x in moved.items():
+        assert torch.equal(x.full_tensor(), torch.full((4,), float(ord(name))))
+
+
+def test_a_state_dict_may_have_another_order_on_each_rank(ranks: Callable[..., list[Any]]) -> None:
+    ranks(2, _in_another_order_on_each_rank)

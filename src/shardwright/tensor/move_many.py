@@ -52,7 +52,7 @@ def redistribute_many(
 
     Args:
         tensors: DTensors, or a state dict of them; those that go between the same meshes are packed together.
-            All ranks pass the same ones in the same order.
+            All ranks pass the same ones, a list in the same order.
         device_mesh: the mesh they go to; their own if it is left out (it may be, as in `redistribute`).
         placements: for every tensor alike (one per axis, or `{axis name: placement}`; axes not named stay as
             they are), or a list with one such entry per tensor, or `{name: entry}` for a state dict.
@@ -72,8 +72,13 @@ def redistribute_many(
     if isinstance(tensors, Mapping):
         names = list(tensors)
     listed = [_ours(x, repr(names[i]) if names else f"tensor {i}") for i, x in enumerate(given)]
-    moved = _moved(listed, mesh, _per_tensor(listed, names, each))
-    return moved if names is None else dict(zip(names, moved, strict=True))
+    entries = _per_tensor(listed, names, each)
+    if names is None:
+        return _moved(listed, mesh, entries)
+    order = sorted(range(len(names)), key=lambda i: str(names[i]))
+    moved = _moved([listed[i] for i in order], mesh, [entries[i] for i in order])
+    by_name = {names[i]: x for i, x in zip(order, moved, strict=True)}
+    return {name: by_name[name] for name in names}
 
 
 def _moved(
