@@ -12,7 +12,7 @@ from tests.programs import Program
 
 ROOT = Path(__file__).parent.parent
 UNTRIED = (
-    "import torch; torch.__version__ = '2.15.0+cpu'\n"
+    "import torch; torch.__version__ = '2.16.0+cpu'\n"
     "import warnings; warnings.simplefilter('always')\n"
     "import shardwright as sw; sw.Layout; sw.Shard; sw.DTensor\n"
 )
@@ -26,15 +26,15 @@ def test_an_install_asks_for_the_releases_that_were_tried():
     assert f"torch {TRIED[0]} to {TRIED[1]}" in readme
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu128", "2.13.0.dev20260101", "2.14.1"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu128", "2.13.0.dev20260101", "2.15.0"])
 def test_a_release_that_was_tried_is_taken_in_silence(version):
     warn_if_untried(version)
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.15.0+cpu", "3.0.0a0+git12"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu", "3.0.0a0+git12"])
 def test_another_release_is_named(version):
     with pytest.warns(
-        UserWarning, match=rf"tried with torch 2.11 to 2.14, this is {version[:6]}.*torch>=2.11,<2.15"
+        UserWarning, match=rf"tried with torch 2.11 to 2.15, this is {version[:6]}.*torch>=2.11,<2.16"
     ):
         warn_if_untried(version)
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from shardwright import Ragged, distribute_tensor
+from shardwright import DTensor, Ragged, distribute_tensor
 from shardwright.checkpoint import load, save
 from shardwright.testing import rank_mesh
 

@@ -83,7 +83,7 @@ def _read(names):
 def _differs(read, x, value, mesh):
     try:
         expected = read(value.clone())
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, TypeError):  # torch 2.15 has no `maximum` of complex numbers and others
         return None
     with sw.spmd(mesh, check=False):
         found = whole(read(x))

@@ -1,6 +1,6 @@
 """Everything that differs between the supported versions of torch, and the private names that others use.
 
-Supported: torch 2.11 to 2.14. Nothing else in the package asks for a version.
+Supported: torch 2.11 to 2.15. Nothing else in the package asks for a version.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def argument_name(op: str, position: int) -> str:
 
 
 # The releases of torch that were tried, first and last; pyproject.toml asks for these.
-TRIED = ("2.11", "2.14")
+TRIED = ("2.11", "2.15")
 
 
 def warn_if_untried(version: str) -> None:

@@ -166,13 +166,9 @@ class FsdpParameter:
     def _before_adding(self, as_term: Callable[[torch.Tensor], torch.Tensor]) -> None:
         fsdp, group = self.inner, self.group
         fsdp.reached, fsdp.was_left_out, fsdp.handed_out = 0, False, 0
-        original = fsdp.accumulate_unsharded_grad_if_needed
         backwards = count(1)
 
-        def accumulate_unsharded_grad_if_needed() -> None:  # torch calls it after each backward
-            original()
-            if not group.reduce_grads:  # what is there then stays, and is sent with the next that are
-                return
+        def before_it_is_sent() -> None:
             number, gradient = next(backwards), fsdp.sharded_param.grad
             if not _is_sent(fsdp, group):
                 fsdp.was_left_out = True
@@ -181,7 +177,7 @@ class FsdpParameter:
             if gradient is not None:
                 fsdp.sharded_param.grad = as_term(gradient)
 
-        fsdp.accumulate_unsharded_grad_if_needed = accumulate_unsharded_grad_if_needed
+        _before_sums(fsdp, group, before_it_is_sent)
 
     def _stay_where_gathered(self) -> None:
         """Let the layer compute with what is gathered, each time.
@@ -221,6 +217,8 @@ class FsdpParameter:
                 plain = fsdp._unsharded_param
                 wrapped = inside.wrap(plain.detach())
                 fsdp._unsharded_param = nn.Parameter(wrapped, requires_grad=plain.requires_grad)
+                if getattr(plain, "_has_grad_dtype_override", False):  # from torch 2.15 on
+                    fsdp._unsharded_param.grad_dtype = plain.grad_dtype
                 # Torch brings the gradient there. The second is its name in torch 2.11.
                 fsdp._unsharded_dtensor_spec = fsdp._tp_spec = inside.gradient
                 fsdp.is_dtensor = True
@@ -229,6 +227,33 @@ class FsdpParameter:
 
 
 _MORE, _PRIME = 1_000_003, 2**61 - 1
+
+
+def _before_sums(fsdp: Any, group: Any, run: Callable[[], None]) -> None:
+    """Run this where torch takes the gradient of a backward to send it; what stays goes with the next."""
+    if not hasattr(fsdp, "accumulate_unsharded_grad_if_needed"):  # from torch 2.15 on the group adds up
+        if not hasattr(group, "before_sums"):
+            group.before_sums = []
+            group._take_unsharded_grads_to_reduce = _run_before(group, group._take_unsharded_grads_to_reduce)
+        group.before_sums.append(run)
+        return
+    original = fsdp.accumulate_unsharded_grad_if_needed
+
+    def accumulate_unsharded_grad_if_needed() -> None:  # torch calls it after each backward
+        original()
+        if group.reduce_grads:
+            run()
+
+    fsdp.accumulate_unsharded_grad_if_needed = accumulate_unsharded_grad_if_needed
+
+
+def _run_before(group: Any, original: Callable[[], Any]) -> Callable[[], Any]:
+    def take_unsharded_grads_to_reduce() -> Any:
+        for run in group.before_sums:
+            run()
+        return original()
+
+    return take_unsharded_grads_to_reduce
 
 
 def _is_sent(fsdp: Any, group: Any) -> bool:
@@ -365,7 +390,8 @@ def _forget_a_backward_that_raised(state: Any) -> None:
     states = state._state_ctx.all_states
     managed = [each for one in states for group in groups_of(one) for each in group.fsdp_params]
     for each in managed:
-        each.unsharded_accumulated_grad = None
+        if not isinstance(getattr(type(each), "unsharded_accumulated_grad", None), property):  # torch 2.15
+            each.unsharded_accumulated_grad = None
         if hasattr(each, "_unsharded_param"):  # it was gathered once
             each._unsharded_param.grad = None
     kept = [(each.sharded_param, each.sharded_param.grad) for each in managed]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
@@ -31,6 +33,9 @@ def reduce_gradients(module: nn.Module) -> None:
         for each in state._state_ctx.all_states:
             for group in groups_of(each):
                 group.post_backward()
+        shared: Any = state._state_ctx
+        if getattr(shared, "manual_backward_finalization_active", False) is None:  # from torch 2.15 on
+            shared.manual_backward_finalization_active = False
         state._root_post_backward_final_callback()
 
 

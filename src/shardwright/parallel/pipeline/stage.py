@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -185,7 +185,17 @@ class StageModule(nn.Module):
 
 def _nodes(tensors: Iterable[Any]) -> list[Node]:
     """Where a backward begins or ends for each of them that is in it."""
-    return [get_gradient_edge(x).node for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+    begun = filter(_begins, tensors)
+    return [x.node if isinstance(x, GradientEdge) else get_gradient_edge(x).node for x in begun]
+
+
+def _begins(left: Any) -> bool:
+    """Does a backward begin at what left? From torch 2.15 on an edge stands for a tensor that was sent."""
+    return isinstance(left, GradientEdge) or (isinstance(left, Tensor) and left.requires_grad)
+
+
+def _without_graph(left: Any) -> Tensor | None:
+    return left.detach() if isinstance(left, Tensor) else None
 
 
 def meet_once(outputs: list[Node], inputs: list[Node], weights: list[Node]) -> bool:
@@ -248,6 +258,7 @@ class Stage(PipelineStage):
             group=split.mesh.get_group(),
         )
         self._peers = peers_of_layers(module.model)
+        self._arrived: dict[int, Any] = {}
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As torch's, of this micro-batch."""
@@ -260,7 +271,7 @@ class Stage(PipelineStage):
     ) -> None:
         """As torch's; where it fails, zeros go back, and the error is told at the end of the step."""
         module: Any = self.submod
-        came = self.fwd_cache[bwd_chunk_id][1] if self.has_backward else ()
+        came = self._kept(bwd_chunk_id)[1] if self.has_backward else ()
         try:
             self._leave_out(bwd_chunk_id)
             whole = full_backward or not self._comes_apart(bwd_chunk_id, loss)
@@ -281,12 +292,36 @@ class Stage(PipelineStage):
         module: Any = self.submod
         if self.is_last or not self.has_backward or module.units.are_in(self.stage_index):
             return
-        left, came = self.fwd_cache[number]
-        grads = zip(left, self._retrieve_recv_grads(number), strict=True)
-        flags = asked([grad if x.requires_grad else None for x, grad in grads])
+        left = self._kept(number)[0]
+        self._arrived[number] = arrived = self._retrieve_recv_grads(number)
+        flags = asked([grad if _begins(x) else None for x, grad in zip(left, arrived, strict=True)])
         flags = self._over_peers(flags) if self._peers else flags
-        kept = tuple(x if flag else x.detach() for x, flag in zip(left, flags, strict=True))
-        self.fwd_cache[number] = kept, came
+        self._keep(number, [x if flag else _without_graph(x) for x, flag in zip(left, flags, strict=True)])
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        """As torch's, which from 2.15 on hands each of them out once."""
+        if bwd_chunk_id in self._arrived:
+            return self._arrived.pop(bwd_chunk_id)
+        return super()._retrieve_recv_grads(bwd_chunk_id)
+
+    def _kept(self, number: int) -> tuple[Sequence[Any], Sequence[Tensor]]:
+        """What left of this micro-batch, and what had arrived."""
+        own: dict[str, Any] = vars(self)
+        if "fwd_cache" in own:
+            left, came = own["fwd_cache"][number]
+            return left, came
+        state = own["_forward_chunk_states"][number]  # from torch 2.15 on
+        return state.stage_output_for_backward(), state.input_values
+
+    def _keep(self, number: int, left: list[Any]) -> None:
+        """Let a backward begin at these."""
+        own: dict[str, Any] = vars(self)
+        if "fwd_cache" in own:
+            own["fwd_cache"][number] = tuple(left), self._kept(number)[1]
+            return
+        state = own["_forward_chunk_states"][number]
+        state.live_outputs = [x if isinstance(x, Tensor) else None for x in left]
+        state.output_grad_edges = tuple(x if isinstance(x, GradientEdge) else None for x in left)
 
     def _over_peers(self, flags: list[bool]) -> list[bool]:
         """Those that any rank of other data has too, where layers talk to these in their backwards."""
@@ -299,8 +334,8 @@ class Stage(PipelineStage):
         """Does torch's backward in two halves find every gradient? Of the first stage it is one, and does."""
         if self.is_first or not self.has_backward:
             return True
-        outputs, came = self.fwd_cache[number]
-        left = tree_leaves(loss if self.is_last else outputs)
+        outputs, came = self._kept(number)
+        left = tree_leaves(loss) if self.is_last else outputs
         return meet_once(_nodes(left), _nodes(came), _nodes(self.submod.parameters()))
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:

@@ -27,10 +27,10 @@ _ABOUT_DTYPES = re.compile(r"type|not implemented for|must be long|bool|Float|Do
 # offsets and lengths are trusted instead, and what is saved for a backward too.
 _HARMLESS = frozenset({
     "A", "B", "batch1", "batch2", "bias", "boundaries", "condition", "end", "exponent", "grid", "high",
-    "index", "indices", "input", "low", "mask", "mat", "mat1", "mat2", "max", "min", "n", "other", "out",
-    "pos_weight", "running_mean", "running_var", "self", "sorted_sequence", "sorter", "source", "src",
-    "start", "target", "tensor", "tensor1", "tensor2", "tensors", "value", "values", "vec", "vec1", "vec2",
-    "weight", "x", "x1", "x2",
+    "imag", "index", "indices", "input", "low", "mask", "mat", "mat1", "mat2", "max", "min", "n", "other",
+    "out", "pos_weight", "real", "running_mean", "running_var", "self", "sorted_sequence", "sorter", "source",
+    "src", "start", "target", "tensor", "tensor1", "tensor2", "tensors", "value", "values", "vec", "vec1",
+    "vec2", "weight", "x", "x1", "x2",
 })  # fmt: skip
 _taken: dict[tuple[Any, ...], bool] = memo("dtypes that kernels take", {})
 
