@@ -129,7 +129,7 @@ class ToLocal(torch.autograd.Function):
         ctx.grad_layout, ctx.mesh = grad_layout, x.device_mesh
         ctx.set_materialize_grads(False)
         up_to_date(x)
-        return x._local_tensor.view_as(x._local_tensor)
+        return _counted_with_its_base(x)
 
     @staticmethod
     @one_by_one
@@ -143,6 +143,24 @@ class ToLocal(torch.autograd.Function):
         if differentiated(grad):
             return apply(FromLocal, grad, layout, ctx.mesh, finished(layout)), None
         return wrap_gradient(grad, spec_of(layout, ctx.mesh), grad), None
+
+
+def _counted_with_its_base(x: DTensor) -> torch.Tensor:
+    """The local tensor as a view that counts what is written into it, of a view with all that its base is.
+
+    torch makes local views below autograd, where each has a count of its own: what is written into the base
+    would not be seen by what has saved the local part of a view.
+    """
+    local, base = x._local_tensor, x._base
+    if not isinstance(base, DTensor) or torch.compiler.is_compiling():
+        return local.view_as(local)
+    whole = base._local_tensor
+    memory = whole.untyped_storage()
+    alike = whole.is_conj() == local.is_conj() and whole.is_neg() == local.is_neg()
+    if not alike or memory._cdata != local.untyped_storage()._cdata:
+        return local.view_as(local)  # a copy, which no write reaches
+    flat = whole.as_strided((memory.nbytes() // whole.element_size(),), (1,), 0).view(local.dtype)
+    return flat.as_strided(local.shape, local.stride(), local.storage_offset())
 
 
 def _numbers(described: Layout | Spec) -> Layout:
