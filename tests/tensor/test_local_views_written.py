@@ -61,3 +61,14 @@ def _right(name):
 @pytest.mark.parametrize("name", VIEWS)
 def test_the_local_part_of_a_view_has_the_gradient_of_the_view(ranks, name):
     ranks(2, _right, name)
+
+
+def _of_an_odd_row():
+    row = sw.distribute_tensor(torch.arange(5.0), mesh(), [sw.Replicate()]).requires_grad_()
+    part = torch.view_as_complex((row * 1)[:4].view(2, 2)).to_local()
+    (part.abs() ** 2).sum().backward()
+    close(row.grad, torch.tensor([0.0, 2.0, 4.0, 6.0, 0.0]), "pairs of an odd row")
+
+
+def test_memory_may_hold_no_whole_number_of_a_views_elements(ranks):
+    ranks(2, _of_an_odd_row)

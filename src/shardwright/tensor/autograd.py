@@ -159,7 +159,8 @@ def _counted_with_its_base(x: DTensor) -> torch.Tensor:
     alike = whole.is_conj() == local.is_conj() and whole.is_neg() == local.is_neg()
     if not alike or memory._cdata != local.untyped_storage()._cdata:
         return local.view_as(local)  # a copy, which no write reaches
-    flat = whole.as_strided((memory.nbytes() // whole.element_size(),), (1,), 0).view(local.dtype)
+    length = memory.nbytes() // local.element_size() * local.element_size() // whole.element_size()
+    flat = whole.as_strided((length,), (1,), 0).view(local.dtype)
     return flat.as_strided(local.shape, local.stride(), local.storage_offset())
 
 

@@ -189,7 +189,7 @@ def call(
     finally:
         state.functions = depth
     if held is not None:
-        return marked_as(out, held)
+        marked_as(out, held)
     return out if out.__class__ is not torch.Tensor else judged(func, args, kwargs, out)
 
 
