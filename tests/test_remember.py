@@ -19,7 +19,7 @@ from shardwright.testing import forget
 ROOT = Path(remember.__file__).parent
 # Tables that nothing else could fill again: state, no cache.
 STATE = {
-    "compat/fully_shard.py:_managed": "what torch's fully_shard made of a parameter, while that lives",
+    "compat/fully_shard/parameters.py:_managed": "what fully_shard made of a parameter, while that lives",
     "context/randomness.py:_waiting": "the hook of the newest seed, until the first forward",
     "checkpoint/storage/owner.py:saves_here": "the saves of this process that are under way",
     "grads/at_steps.py:_watching": "the hook of optimizers, once a parameter computes as its local tensor",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.compat.fully_shard import groups_of
+from shardwright.compat.fully_shard.parameters import groups_of
 from shardwright.grads import GradientSynchronizer, clip_grad_norm_
 from shardwright.parallel import parallelize_fsdp
 from shardwright.testing.meshes import rank_mesh

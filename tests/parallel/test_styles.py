@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright.compat.fully_shard import groups_of
+from shardwright.compat.fully_shard.parameters import groups_of
 from shardwright.context import DeviceMeshParameters
 from shardwright.errors import ParallelError
 from shardwright.grads import GradientSynchronizer

@@ -15,7 +15,7 @@ import torch
 
 from shardwright.comm.traced import in_groups
 from shardwright.compat import DisableTorchFunctionSubclass, preserve_version_counter, view_again
-from shardwright.compat.fully_shard import gathered_by_units
+from shardwright.compat.fully_shard.parameters import gathered_by_units
 from shardwright.erased.containers import Containers, taken_apart, with_leaves
 from shardwright.erased.refuse import Refusal
 from shardwright.tensor.autograd import apply, keep_pending

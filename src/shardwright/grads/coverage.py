@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import axis_names, on_axes
-from shardwright.compat.fully_shard import managing_unit
+from shardwright.compat.fully_shard.parameters import managing_unit
 from shardwright.errors import ParallelError
 from shardwright.grads.parameters import name_list
 from shardwright.layout.mesh_shape import ranks_of

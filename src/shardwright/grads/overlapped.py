@@ -27,7 +27,7 @@ from shardwright.comm.functional import reduce_over, start_sum
 from shardwright.comm.in_passing import tell_in_passing
 from shardwright.comm.told import told
 from shardwright.compat import DisableTorchFunctionSubclass, axis_names, is_memory_shared, modes_on
-from shardwright.compat.fully_shard import managing_unit
+from shardwright.compat.fully_shard.parameters import managing_unit
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.alike import NUMBERS, are_alike, in_numbers

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import DisableTorchFunctionSubclass
-from shardwright.compat.fully_shard import gathered_by_units
+from shardwright.compat.fully_shard.parameters import gathered_by_units
 from shardwright.errors import ParallelError
 
 Parameters = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.bucket import sums_in_turn
 from shardwright.compat import DisableTorchFunctionSubclass, axis_names
-from shardwright.compat.fully_shard import FsdpParameter, managing_unit
+from shardwright.compat.fully_shard.parameters import FsdpParameter, managing_unit
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.grads.entry import Entry, spec_like

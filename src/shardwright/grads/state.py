@@ -16,7 +16,7 @@ from shardwright.comm.functional import reduce_over
 from shardwright.comm.record import because
 from shardwright.comm.told import told
 from shardwright.compat import axis_names
-from shardwright.compat.fully_shard import managing_unit
+from shardwright.compat.fully_shard.parameters import managing_unit
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError
 from shardwright.layout.layout import Layout

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.compat.fully_shard import FsdpUnit
+from shardwright.compat.fully_shard.units import FsdpUnit
 
 
 def serve_direct_calls(unit: nn.Module, owners: Iterable[nn.Module]) -> None:

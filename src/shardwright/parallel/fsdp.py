@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard as TorchShard
 
 from shardwright.compat import axis_names, on_axes
-from shardwright.compat.fully_shard import FsdpParameter, Inside, follow_dtype, fsdp_parameters
-from shardwright.compat.fully_shard_shown import show_sharded_between
-from shardwright.compat.fully_shard_views import begin_before_bases
+from shardwright.compat.fully_shard.parameters import FsdpParameter, Inside, follow_dtype, fsdp_parameters
+from shardwright.compat.fully_shard.shown import show_sharded_between
+from shardwright.compat.fully_shard.views import begin_before_bases
 from shardwright.errors import ParallelError
 from shardwright.grads.at_steps import watch_steps
 from shardwright.grads.stages import heard_by_stages

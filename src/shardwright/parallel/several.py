@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.compat import RELEASE
-from shardwright.compat.fully_shard import FsdpUnit
+from shardwright.compat.fully_shard.units import FsdpUnit
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.mark import is_elsewhere
 

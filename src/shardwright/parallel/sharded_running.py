@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_leaves
-from shardwright.compat.fully_shard import begin_at_the_root, is_around, replaced_parameters
+from shardwright.compat.fully_shard.units import begin_at_the_root, is_around, replaced_parameters
 from shardwright.errors import ParallelError
 from shardwright.layout.of_tensor import layout_of
 from shardwright.layout.strided import same_regions

@@ -16,7 +16,7 @@ from shardwright.comm import guard
 from shardwright.comm.functional import reduce_scatter_rows
 from shardwright.comm.record import Sending, recording
 from shardwright.comm.tap import GroupCall
-from shardwright.compat.fully_shard_traffic import DefaultAllGather, DefaultReduceScatter
+from shardwright.compat.fully_shard.traffic import DefaultAllGather, DefaultReduceScatter
 
 _PARAMETERS, _GRADIENTS = "parameters of a sharded unit", "gradients of a sharded unit"
 

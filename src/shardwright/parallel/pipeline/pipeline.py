@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.functional import reduce_over
 from shardwright.compat import axis_names
-from shardwright.compat.fully_shard_traffic import hold_gradients_back, reduce_gradients
+from shardwright.compat.fully_shard.traffic import hold_gradients_back, reduce_gradients
 from shardwright.context.randomness import part_now
 from shardwright.context.submesh import groups_above_one
 from shardwright.errors import ParallelError

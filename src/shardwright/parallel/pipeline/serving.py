@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import tree_leaves
-from shardwright.compat.fully_shard import FsdpUnit
+from shardwright.compat.fully_shard.units import FsdpUnit
 
 
 class Units:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat.fully_shard import forget_unit
+from shardwright.compat.fully_shard.units import forget_unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.comm.traced import REAL
 from shardwright.compat import EnableTorchFunction
-from shardwright.compat.fully_shard import managing_unit
+from shardwright.compat.fully_shard.parameters import managing_unit
 from shardwright.errors import RuleError
 from shardwright.rules.call import Args
 from shardwright.tensor.autograd import Adopt, apply

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardwright.compat.fully_shard import FsdpParameter, managing_unit
+from shardwright.compat.fully_shard.parameters import FsdpParameter, managing_unit
 from shardwright.errors import RuleError
 from shardwright.layout.layout import Layout
 from shardwright.rules.call import Args

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardwright.compat import DisableTorchFunctionSubclass, axis_names, function_of, saved_hooks_on
-from shardwright.compat.fully_shard import sharded_behind
+from shardwright.compat.fully_shard.parameters import sharded_behind
 from shardwright.errors import RuleError
 from shardwright.rules.call import Args
 from shardwright.tensor.autograd import Localize

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright.compat import leave_checkpoints
-from shardwright.compat.fully_shard import FsdpUnit
+from shardwright.compat.fully_shard.units import FsdpUnit
 from shardwright.errors import ParallelError
 from shardwright.parallel.pipeline.batch import Batch, versions
 from shardwright.parallel.pipeline.forward.run import Run, Stopped

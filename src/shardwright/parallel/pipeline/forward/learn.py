@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.comm.record import because
 from shardwright.compat import tree_leaves
-from shardwright.compat.fully_shard_traffic import forget_forwards
+from shardwright.compat.fully_shard.traffic import forget_forwards
 from shardwright.errors import ParallelError, ShardwrightError, words_of
 from shardwright.parallel.pipeline.border import FindMesh
 from shardwright.parallel.pipeline.forward.aside import Aside

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 
 from shardwright.compat import current_graph_task_id, tree_leaves
-from shardwright.compat.fully_shard import groups_of
+from shardwright.compat.fully_shard.parameters import groups_of
 
 
 def begin_before_bases(module: nn.Module, refuse_graph: Callable[[nn.Module], None]) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
 
-from shardwright.compat.fully_shard import groups_of
+from shardwright.compat.fully_shard.parameters import groups_of
 
 
 def hold_gradients_back(module: nn.Module) -> None:

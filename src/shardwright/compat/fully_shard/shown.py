@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.utils import _apply_to_tensors
 
 from shardwright.compat import is_functorch_wrapped_tensor, tree_leaves
-from shardwright.compat.fully_shard import groups_of
-from shardwright.compat.fully_shard_views import tensors_of
+from shardwright.compat.fully_shard.parameters import groups_of
+from shardwright.compat.fully_shard.views import tensors_of
 
 
 def show_sharded_between(
