@@ -118,10 +118,7 @@ def in_memory(x: Tensor, leaf: Leaf) -> Tensor:
 
 def _flat(x: Tensor, flag: int) -> Tensor:
     """A copy that travels.  [...] -> [n + 1]"""
-    sent = x.new_empty(x.numel() + 1)
-    sent[:-1].view(x.shape).copy_(x)
-    sent[-1:].fill_(flag)
-    return sent
+    return torch.cat((x.reshape(-1), x.new_full((1,), flag)))
 
 
 class _Sent(torch.autograd.Function):
