@@ -126,6 +126,7 @@ def _refusals():
     texts = {}
     given = {
         "unknown": {"layers.*.weight": {"tp": sw.Shard(0)}, "layer.0.bias": {}},
+        "module": {"nor?": {"tp": sw.Shard(0)}},
         "axis": {"layers.*.weight": {"pp": sw.Shard(0)}},
         "dim": {"layers.*.weight": {"tp": sw.Shard(0)}, "norm.bias": {"tp": sw.Shard(1)}},
         "pending": {"frozen": {"tp": sw.Shard(0)}, "embed.weight": [sw.Shard(0)] * 3},
@@ -149,6 +150,7 @@ def test_a_bad_pattern_is_refused_before_anything_changes(ranks):
     assert texts["unknown"].startswith(
         "no parameter or buffer is named 'layer.0.bias'; the module has frozen, embed"
     )
+    assert "it names a module; its own: 'nor?.weight', 'nor?.bias'" in texts["module"]
     assert "no axis 'pp'" in texts["axis"]
     assert texts["dim"].startswith("norm.bias: ")
     assert texts["pending"].startswith(("embed.weight: ", "3 placements for a mesh"))

@@ -213,8 +213,16 @@ def _check_patterns(patterns: ByPattern, named: Mapping[str, torch.Tensor]) -> N
     for pattern in patterns:
         refuse_other_kind("a pattern", pattern, str, ParallelError, fix='names of parameters: "*.weight"')
         if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
-            some = ", ".join(list(named)[:6])
-            raise ParallelError(f"no parameter or buffer is named {pattern!r}; the module has {some}, ...")
+            raise ParallelError(f"no parameter or buffer is named {pattern!r}; {_names_near(pattern, named)}")
+
+
+def _names_near(pattern: str, named: Mapping[str, torch.Tensor]) -> str:
+    """What to write in its place: where it names modules, their own parameters."""
+    split = [name.rpartition(".") for name in named]
+    inside = dict.fromkeys(last for owner, _, last in split if owner and fnmatch.fnmatchcase(owner, pattern))
+    if inside:
+        return "it names a module; its own: " + ", ".join(f"'{pattern}.{last}'" for last in inside)
+    return f"the module has {', '.join(list(named)[:6])}, ..."
 
 
 def _distributed(
