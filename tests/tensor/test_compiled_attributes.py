@@ -3,10 +3,12 @@
 import copy
 import io
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
@@ -209,6 +211,42 @@ def _opens_blocks():
 def test_a_block_that_allows_no_implicit_move_is_not_passed_over_by_a_graph(ranks):
     """Dynamo read the block and left nothing of it: what was sent for `relu` was sent in silence."""
     ranks(2, _opens_blocks)
+
+
+def _makes():
+    """Law: what no graph can make says why and what to write, and that then makes the same in one graph."""
+    mesh = rank_mesh((2,), ("tp",))
+    x, cut, model = torch.ones(4, 3), [sw.Shard(0)], nn.Linear(3, 2)
+    placed = sw.distribute_tensor(x, mesh, cut)
+    made = [(name, (4, 3)) for name in ("zeros", "ones", "empty", "rand", "randn")] + [
+        ("full", ((4, 3), 2.0))
+    ]
+    refused = [
+        (partial(getattr(sw, name), *given, device_mesh=mesh, placements=cut), "torch.zeros_like")
+        for name, given in made
+    ]
+    refused += [
+        (lambda: sw.distribute_tensor(x, mesh, cut), "DTensor.from_local of each rank's own part"),
+        (lambda: sw.distribute_module(model, mesh, {}), "compile its result"),
+    ]
+    for make, fix in refused:
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=f"which no graph holds; fix: .*{fix}"):
+            torch.compile(lambda make=make: make(), backend="eager", fullgraph=True)()
+
+    def instead(x, part):
+        zeros, ones = torch.zeros_like(x), x.new_ones((4, 3))
+        return zeros + ones, sw.DTensor.from_local(part, mesh, cut)
+
+    torch._dynamo.reset()
+    for ones in torch.compile(instead, backend="aot_eager", fullgraph=True)(placed, placed.to_local()):
+        torch.testing.assert_close(ones.full_tensor(), x)
+    torch._dynamo.reset()
+
+
+def test_what_no_graph_makes_says_what_to_write(ranks):
+    """`distribute_tensor` gave "reason: None", a factory the inside of Dynamo's dicts."""
+    ranks(2, _makes, timeout=60)
 
 
 def _halves():

@@ -274,15 +274,19 @@ def stands_in_graph(home: DeviceMesh, given: DeviceMesh) -> None:
         known[id(home)] = proxy
 
 
-def never_traced(function: _F, why: str | None = None) -> _F:
-    """A graph breaks at the call of `function` (`torch.compiler.disable`, which imports Dynamo).
+def never_traced(why: str) -> Callable[[_F], _F]:
+    """A graph breaks at the call of what this decorates (`torch.compiler.disable`, which imports Dynamo).
 
-    why: what Dynamo says of it where a graph may not break.
+    why: what Dynamo says of it where a graph may not break, and what to write instead.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # nobody inlines it
-    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
-    never_compiled_alone(function)
-    return function
+
+    def mark(function: _F) -> _F:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # nobody inlines it
+        function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+        never_compiled_alone(function)
+        return function
+
+    return mark
 
 
 def constant_in_graphs(function: _F) -> _F:

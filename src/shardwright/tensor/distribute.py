@@ -33,7 +33,10 @@ _MANY = 64
 _LITTLE = 256
 
 
-@never_traced
+@never_traced(
+    "distribute_tensor sends from one rank, which no graph holds; fix: call it before what is compiled and "
+    "pass its result in, or inside DTensor.from_local of each rank's own part"
+)
 @of_constants
 def distribute_tensor(
     tensor: torch.Tensor,

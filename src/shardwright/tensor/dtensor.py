@@ -310,7 +310,7 @@ class DTensor(TorchDTensor, metaclass=_StandsForTorchs):
 
     # -- protocol: pickling ---------------------------------------------------------------------------
 
-    @never_traced
+    @never_traced("deepcopy makes a new leaf, which no graph holds; fix: x.clone(), or copy outside of it")
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """A leaf of the same layout, `requires_grad`, gradient and attributes; a parameter's has no gradient.
 

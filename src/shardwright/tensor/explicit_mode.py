@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, ContextDecorator
-from functools import partial
 
 from shardwright.compat.dynamo import never_traced
 from shardwright.errors import ImplicitRedistributionError
 from shardwright.layout.layout import Layout
 from shardwright.plan.decide import plan_redistribution
 from shardwright.tensor.dtensor import DTensor
+
+_NO_GRAPH = "no graph holds a block of explicit(); fix: open it around the call of what is compiled"
 
 
 class _Mode(threading.local):
@@ -27,19 +28,17 @@ class _Turned(AbstractContextManager[None], ContextDecorator):
     def __init__(self, explicit: bool) -> None:
         self._explicit = explicit
 
-    @never_traced
+    @never_traced(_NO_GRAPH)
     def __enter__(self) -> None:
         here.before, here.explicit = (*here.before, here.explicit), self._explicit
 
-    @never_traced
+    @never_traced(_NO_GRAPH)
     def __exit__(self, *error: object) -> None:
         *outer, here.explicit = here.before
         here.before = tuple(outer)
 
 
-@partial(
-    never_traced, why="no graph holds a block of explicit(); fix: open it around the call of what is compiled"
-)
+@never_traced(_NO_GRAPH)
 def explicit() -> AbstractContextManager[None]:
     """Within the block (of this thread) an implicit redistribution raises ImplicitRedistributionError.
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardwright.compat.dynamo import never_traced
 from shardwright.errors import LayoutError, refuse_other_kind
 from shardwright.layout.layout import Layout
 from shardwright.placement.base import Pending, Replicate
@@ -20,6 +21,11 @@ from shardwright.tensor.random import counter, mode
 from shardwright.tensor.random.shared_stream import shared_stream
 from shardwright.tensor.spec import coords_of, spec_of
 from shardwright.tensor.wrap import wrap
+
+_in_no_graph = never_traced(
+    "a factory of DTensors asks its mesh and placements, which no graph holds; fix: call it before what is "
+    "compiled and pass its result in, or inside torch.zeros_like(x), x.new_zeros(size) of a DTensor x"
+)
 
 
 class Options(TypedDict, total=False):
@@ -76,6 +82,7 @@ def _filled(size: tuple[Any, ...], value: Any, /, *, requires_grad: bool = False
     return wrap(local, spec_of(layout, mesh), requires_grad=requires_grad)
 
 
+@_in_no_graph
 def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Zeros of logical shape `size`; each rank makes its own part.
 
@@ -94,16 +101,19 @@ def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
     return _filled(size, 0, **options)
 
 
+@_in_no_graph
 def ones(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Ones of logical shape `size`; each rank makes its own part. Args, raises, cost: see `zeros`."""
     return _filled(size, 1, **options)
 
 
+@_in_no_graph
 def empty(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Uninitialised memory of logical shape `size`, its own part on each rank; for the rest see `zeros`."""
     return _filled(size, None, **options)
 
 
+@_in_no_graph
 def full(size: Any, fill_value: Any, **options: Unpack[Options]) -> DTensor:
     """`fill_value` everywhere; each rank makes its own part.
 
@@ -141,6 +151,7 @@ def _drawn(draw: Any, size: tuple[Any, ...], /, *, requires_grad: bool = False, 
     return wrap(local, spec_of(layout, mesh), requires_grad=requires_grad)
 
 
+@_in_no_graph
 def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Uniform numbers, equal to one device's with the same seed whatever the placements.
 
@@ -153,6 +164,7 @@ def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
     return _drawn(torch.rand, size, **options)
 
 
+@_in_no_graph
 def randn(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Normal numbers, equal to one device's with the same seed whatever the placements.
 

@@ -135,7 +135,7 @@ def _home(flat: Sequence[Any], stated: DeviceMesh | None) -> DeviceMesh | None:
     return mesh
 
 
-@functools.partial(never_traced, why=_TWO_MESHES)
+@never_traced(_TWO_MESHES)
 def _refuse_other_ranks(index: int, mesh: DeviceMesh, home: DeviceMesh) -> None:
     """Raise where a rank's coords on two meshes differ: its parts belong to other elements."""
     own, wanted = as_mesh_shape(mesh), as_mesh_shape(home)
@@ -245,7 +245,7 @@ class _ShapesTold:
         # For each mesh, whose ranks fill it alike: what one of them forgets, all of them do.
         self._known: dict[MeshShape, dict[tuple[object, ...], tuple[Shape, Shape]]] = {}
 
-    @functools.partial(never_traced, why=_UNEVEN)
+    @never_traced(_UNEVEN)
     def leave(
         self,
         flat: Sequence[Any],

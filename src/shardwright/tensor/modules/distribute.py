@@ -31,7 +31,7 @@ ByPattern = Mapping[str, PlacementsArgument]
 _resolved = partial(resolve_placements, default="replicate")
 
 
-@never_traced
+@never_traced("distribute_module replaces parameters, which no graph holds; fix: compile its result")
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,

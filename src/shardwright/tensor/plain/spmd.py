@@ -39,9 +39,8 @@ _TRANSFORMED = (
     "{}: a plain tensor of shape {} that a torch.func transform follows meets a DTensor inside spmd: what "
     "the transform made of it cannot be placed. fix: sw.distribute_tensor it before the transform"
 )
-_on_the_host = partial(
-    never_traced,
-    why="spmd compares plain tensors between the ranks, which no graph holds; fix: spmd(mesh, check=False)",
+_on_the_host = never_traced(
+    "spmd compares plain tensors between the ranks, which no graph holds; fix: spmd(mesh, check=False)"
 )
 # Arguments beside which there is no plain tensor: DTensors, and what can hold none.
 SIMPLE = frozenset({DTensor, bool, int, float, type(None), torch.dtype})
