@@ -271,5 +271,6 @@ def _cut_between_blocks():
         check_full_gradients(model, {name: p.grad for name, p in plain.named_parameters()})
 
 
+@pytest.mark.slow
 def test_a_model_whose_sequence_is_cut_between_blocks_is_one_graph(ranks):
     ranks(2, _cut_between_blocks, timeout=120)

@@ -28,7 +28,7 @@ _SEEN = {
     "local": _local,
     "rows of a detached one": lambda x: x.detach()[1:],
 }
-_OFTEN = ["brought", "detached", "local"]
+_OFTEN = ["detached", "local"]
 
 
 def _write_first(x, seen):

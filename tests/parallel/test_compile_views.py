@@ -132,7 +132,7 @@ _PROGRAMS = {
         _windows, _two_views, _read_alone, _read_after, _as_it_lies, _local_part,
     )
 }  # fmt: skip
-_OFTEN = ["after_a_break", "many_breaks", "detached", "of_a_result", "windows", "read_alone", "local_part"]
+_OFTEN = ["after_a_break", "detached", "of_a_result", "windows", "read_alone", "local_part"]
 _NO_GRADIENTS_THERE = {"several"}  # torch's error about one of several views, on one device too
 
 
@@ -183,7 +183,8 @@ def test_so_it_does_in_inductors_code(ranks):
     ranks(2, _like_one_device, "many_breaks", _ROWS, "inductor", timeout=170)
 
 
-@pytest.mark.parametrize("name", ["after_a_break", pytest.param("local_part", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["after_a_break", "local_part"])
 def test_so_it_does_in_a_graph_of_any_size(ranks, name):
     """Symbols name no steps: the view is taken by its strides."""
     ranks(2, _like_one_device, name, _ROWS, "aot_eager", (6, 8, 7), timeout=170)
