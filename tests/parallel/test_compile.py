@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import shardwright as sw
 from shardwright.parallel import parallelize_replicate, parallelize_tensor
 from shardwright.testing.meshes import rank_mesh
+from tests.fuzz.placing import placements_of
 from tests.tiers import only
 
 from .models import (
@@ -274,3 +275,29 @@ def _cut_between_blocks():
 @pytest.mark.slow
 def test_a_model_whose_sequence_is_cut_between_blocks_is_one_graph(ranks):
     ranks(2, _cut_between_blocks, timeout=120)
+
+
+def _complex_rows():
+    """A rank is sent two rows, the later one first, and adds a gradient to what it was sent."""
+    mesh = rank_mesh((2,), ("dp",))
+    draw = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(2, 5, 2, dtype=torch.complex128, generator=draw)
+    index = torch.randint(2, (5, 2), generator=draw)
+
+    def program(x, index):
+        return torch.take_along_dim(x, index, 1), torch.fft.ifftn(x)
+
+    def trained(program, x, index, grad):
+        x = x.clone().requires_grad_()
+        torch.autograd.backward(program(x, index)[1], grad)
+        return x.grad
+
+    placed = [sw.distribute_tensor(t, mesh, [sw.Replicate()]) for t in (x, grad)]
+    rows = sw.distribute_tensor(index, mesh, placements_of(["PermutedRows(2)"], mesh))
+    got = trained(_compiled(program, "inductor"), placed[0], rows, placed[1])
+    torch.testing.assert_close(got.full_tensor(), trained(program, x, index, grad))
+
+
+@pytest.mark.slow
+def test_rows_of_complex_numbers_are_all_written_by_inductor(ranks):
+    ranks(2, _complex_rows, timeout=120)
