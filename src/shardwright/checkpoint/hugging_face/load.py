@@ -211,8 +211,8 @@ class _Loading:
                 continue
             scales = [one for end in _SCALES if (one := f"{link.source}{end}") in self.places]
             if shape != link.whole or not _keeps(DTYPES[dtype], mine):
-                there = f"{link.source} is {dtype}{list(shape)} in {self.folder.name}"
-                yield f"{there}, {mine}{list(link.whole)} in the model"
+                there = f"{link.source} is {dtype}{list(shape)} in {self.folder.name!r}"
+                yield f"{there}, {str(mine).removeprefix('torch.')}{list(link.whole)} in the model"
             elif dtype.startswith("float8") and DTYPES[dtype] != mine and scales:
                 yield f"{link.source} is quantized: {dtype}, which {scales[0]} is multiplied with"
 
