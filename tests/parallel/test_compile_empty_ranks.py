@@ -209,6 +209,5 @@ def _needs_a_gradient_since():
             torch.testing.assert_close(got.full_tensor(), wanted)
 
 
-@pytest.mark.slow
 def test_what_a_graph_writes_where_a_rank_holds_nothing_is_written_there_too(ranks):
     ranks(2, _needs_a_gradient_since)

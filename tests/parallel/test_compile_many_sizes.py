@@ -33,7 +33,7 @@ _PROGRAMS = {
 }
 
 # Of moves a gather, a sum and an exchange; of views one that begins elsewhere; a padding, and running sums.
-_OFTEN = ["gather", "slice", "padded", "accumulated"]
+_OFTEN = ["gather", "scatter", "exchange", "slice", "padded", "accumulated"]
 _LENGTHS = [(4, 6, 7), pytest.param((7, 8, 12, 5), marks=pytest.mark.slow)]
 
 
@@ -141,7 +141,7 @@ def _sums(name, before, sizes, most):
 @pytest.mark.parametrize(
     ("name", "before", "most"),
     only(
-        [("all", _SHARD, 2)],
+        [("all", _SHARD, 2), ("sent back", _SHARD, 4)],
         [
             *[
                 (name, before, 2)

@@ -183,8 +183,7 @@ def test_so_it_does_in_inductors_code(ranks):
     ranks(2, _like_one_device, "many_breaks", _ROWS, "inductor", timeout=170)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["after_a_break", "local_part"])
+@pytest.mark.parametrize("name", ["after_a_break", pytest.param("local_part", marks=pytest.mark.slow)])
 def test_so_it_does_in_a_graph_of_any_size(ranks, name):
     """Symbols name no steps: the view is taken by its strides."""
     ranks(2, _like_one_device, name, _ROWS, "aot_eager", (6, 8, 7), timeout=170)

@@ -240,6 +240,5 @@ def _in_a_graph():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
 def test_a_graph_holds_a_function_of_even_parts(ranks):
     ranks(2, _in_a_graph, timeout=60)

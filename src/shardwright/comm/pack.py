@@ -87,7 +87,7 @@ def _in_rows(flat: Tensor, view: Strided) -> Tensor:
 def _in_windows(flat: Tensor, view: Strided) -> Tensor:
     """A strided view of flat memory, dim by dim, the longest steps first.
 
-    A run is one slice: with complex numbers torch 2.13's inductor loses a write that reads by more steps.
+    A run is one slice: inductor loses writes that read complex numbers by windows of one (torch 2.13).
     """
     if not view.numel:
         return flat.narrow(0, 0, 0).view(view.size)
